@@ -13,7 +13,7 @@ UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean"]
 GpuPath = Literal["host", "ipc"]
 
-GPU_PATHS = ("host", "ipc")
+GPU_PATHS = ("host", "ipc", "nccl")
 _VARIABLE = "RAYDP_PARALLEL_GPU_PATHS"
 """Names ways, with commas between them, and goes before ``gpu_paths``."""
 
@@ -101,9 +101,10 @@ class Options:
         in_process: Run the replicas inside the driver's process, one after the other, without Ray.
             For debuggers.
         gpu_paths: Ways in which bytes may leave a GPU. ``"host"``, by pinned memory, is always
-            there; ``"ipc"`` is memory of a GPU that the driver and a replica share. ``"auto"`` is
-            all of them; each is tried when a replica starts, and left out where it fails. The
-            variable ``RAYDP_PARALLEL_GPU_PATHS=host`` goes before this setting.
+            there; ``"ipc"`` is memory of a GPU that the driver and a replica share; ``"nccl"``
+            carries weights and gradients from GPU to GPU. ``"auto"`` is all of them; each is tried
+            before it is used, and left out where it fails. The variable
+            ``RAYDP_PARALLEL_GPU_PATHS=host`` goes before this setting.
     """
 
     unused_grads: UnusedGrads = "zeros"

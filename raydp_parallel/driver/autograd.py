@@ -26,6 +26,7 @@ handles free everything.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
@@ -43,14 +44,24 @@ from raydp_parallel.driver.dispatcher import (
     RemoteGraph,
     apply_warnings,
     home_of,
+    own,
     raise_first,
 )
 from raydp_parallel.driver.executor import Executor, taken
 from raydp_parallel.driver.gradients import Share
-from raydp_parallel.errors import ExecutorClosed, ReplicaDied, StateChanged
+from raydp_parallel.errors import ExecutorClosed, StateChanged
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.mirror import Mark, Master, versions_of
-from raydp_parallel.wire.messages import ADDED, KEPT, LEFT_OUT, SENT, Answer, BackwardRequest
+from raydp_parallel.wire.messages import (
+    ADDED,
+    KEPT,
+    LEFT_OUT,
+    SENT,
+    SUMMED,
+    Answer,
+    BackwardRequest,
+    ExchangeRequest,
+)
 
 
 class Part(NamedTuple):
@@ -289,7 +300,9 @@ def _run(
         chunks = _fill(call, stash)
     executor = call.executor
     threads = executor.replica_set.threads(len(call.parts))
-    places = None if call.group is None else call.group(chunks)
+    places: dict[int, ExchangeRequest] = {} if call.group is None else call.group(chunks)
+    summing = {} if kept or derived else _summing(call, chunks, needed)
+    places = {**summing, **places}
     calls = []
     trips = []
     for i in chunks:
@@ -299,14 +312,14 @@ def _run(
             executor,
             part,
             given,
-            _codes(call, part, i, needed, kept),
+            _codes(call, part, i, needed, kept, SUMMED if summing else SENT),
             chunk=i,
             partial=partial,
             keep=keep,
             derived=None if makes is None else makes.key,
             context=context,
             threads=threads,
-            group=None if places is None else places[i],
+            group=places.get(i),
         )
         if makes is not None and call.group is None:
             makes.recipe = trip.again
@@ -324,19 +337,23 @@ def _run(
                 home=part.master.home,
             )
         )
+    leave = functools.partial(groups.forget, executor) if places else None
     try:
-        answers = executor.dispatcher.run(calls)  # [11]
-    except ReplicaDied:
-        groups.forget(executor)
+        answers = executor.dispatcher.run(calls, leave=leave)  # [11]
+    except BaseException:  # some may have been sent, and wait for the others
+        if leave is not None:
+            leave()
         raise
+    if summing:
+        answers = _only_sums(call, calls, answers, summing[0].root)
     executor.replica_set.recorder.totals.backwards += 1
     for i, answer in zip(chunks, answers, strict=True):
         part = call.parts[i]
         if part is not None and part.first and answer.writes.slots:
             part.master.write_back(answer.writes, keep=False)
     apply_warnings(answers)
-    if call.group is not None and any(answer.failure is not None for answer in answers):
-        groups.forget(executor)  # who failed has left it
+    if leave is not None and any(answer.failure is not None for answer in answers):
+        leave()  # who failed has left it
     raise_first(answers, calls)
     if kept:
         for trip, answer in zip(trips, answers, strict=True):
@@ -344,10 +361,60 @@ def _run(
     return chunks, answers
 
 
+def _summing(
+    call: CallNode, chunks: Sequence[int], needed: Sequence[bool]
+) -> dict[int, ExchangeRequest]:
+    """Return the places by which replicas sum gradients of parameters, if all of them do."""
+    parts = [part for part in call.parts if part is not None]
+    if len(chunks) < len(call.parts) or len(parts) < 2 or not parts[0].graph.on(parts[0].slot):
+        return {}
+    master = parts[0].master
+    if not all(p.graph.on(p.slot) and p.master is master for p in parts) or not master.alike:
+        return {}
+
+    def size() -> int:
+        rows = zip(call.leaves, call.kinds, needed, strict=True)
+        return sum([t.nbytes for t, kind, need in rows if need and kind == "parameter"])
+
+    return groups.direct(call.executor, [part.slot for part in parts], size)
+
+
+def _only_sums(
+    call: CallNode, calls: Sequence[ChunkCall], answers: list[Answer], root: int
+) -> list[Answer]:
+    """Leave out what is in the root's sums; if that has none, make again what went there."""
+    if any(answer.failure is not None for answer in answers):
+        return answers
+    if not any(answers[root].reached):
+        if call.executor.groups:  # nobody died: chunks have gradients of different parameters
+            for part in call.parts:
+                part.master.alike = False  # type: ignore[union-attr]
+        lost = [i for i, answer in enumerate(answers) if any(answer.reached)]
+        if lost:
+            answers = [*map(own, answers)]
+            for i in lost:
+                for graph in calls[i].needs:
+                    graph.life = -1  # its replica has freed it
+            again = call.executor.dispatcher.run([calls[i] for i in lost])
+            for i, answer in zip(lost, again, strict=True):
+                answers[i] = answer
+        return answers
+    leaves = [part.leaves if part is not None else () for part in call.parts]
+    there = {at for at, is_sum in zip(leaves[root], answers[root].reached, strict=True) if is_sum}
+    for i, answer in enumerate(answers):
+        if i != root:  # of a replica that died since it gave its part
+            for k, at in enumerate(leaves[i]):
+                if at in there:
+                    answer.value[k] = None
+    return answers
+
+
 def _codes(
-    call: CallNode, part: Part, chunk: int, needed: Sequence[bool], kept: Set[int]
+    call: CallNode, part: Part, chunk: int, needed: Sequence[bool], kept: Set[int], plain: int
 ) -> tuple[int, ...]:
-    """Tell what becomes of the gradients of a chunk's leaves."""
+    """Tell what becomes of the gradients of a chunk's leaves, for parameters by default
+    ``plain``.
+    """
     codes = []
     for at in part.leaves:
         if at is None or not needed[at]:
@@ -355,7 +422,7 @@ def _codes(
         elif at in kept:
             codes.append(ADDED if chunk in part.master.resident.having(call.leaves[at]) else KEPT)
         else:
-            codes.append(SENT)
+            codes.append(plain if call.kinds[at] == "parameter" else SENT)
     return tuple(codes)
 
 
@@ -409,7 +476,7 @@ class _Trip:
         self._needed, self._fields = needed, fields
         self._grads = [grad for _, found in given for _, grad in found]
         self._versions = versions_of(self._grads)
-        self._keeps = max(needed, default=SENT) > SENT
+        self._keeps = max(needed, default=SENT) >= KEPT
         self._lies: tuple[ReplicaSlot, int] | None = None
         self._graphs = []
         if self._keeps:  # what makes the graphs again, also when torch has freed them
@@ -420,7 +487,12 @@ class _Trip:
         if self._keeps:
             self._part.master.resident.bring(self._fields["chunk"], slot)
             self._lies = slot, slot.life
-        return self.once(slot)
+        request = self.once(slot)
+        if SUMMED in self._needed:  # another time the driver sums
+            self._needed = tuple([min(code, SENT) for code in self._needed])
+            if not request.group.layers:
+                self._fields["group"] = None
+        return request
 
     def note(self, leaves: Sequence[Tensor], stays: Sequence[bool]) -> None:
         """Note which gradients were kept."""

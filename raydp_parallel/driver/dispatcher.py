@@ -7,6 +7,8 @@ to the same replica.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +24,8 @@ from raydp_parallel.wire.messages import Answer, ForwardRequest
 
 _CPU = torch.device("cpu")
 _MISMATCH = "SourceMismatch"
+_LOOK = 0.05
+"""Seconds between two looks whether the members of a group still live."""
 _MOST_DEATHS = 6
 _MOST_SILENT = 2
 """Deaths of one chunk, and calls without an answer, after which it is taken for their cause."""
@@ -104,6 +108,12 @@ class Pending:
         self.gone: str | None = None
         self.before = slot.client.moved() if slot.client is not None else (0, 0)
 
+    @property
+    def lives(self) -> bool:
+        """Tell if the replica that it was sent to still lives."""
+        slot = self.slot
+        return slot.ready and slot.life == self.life and bool(slot.client.alive())
+
 
 def own(answer: Answer) -> Answer:
     """Copy an answer's tensors, so that it outlives the next request."""
@@ -133,13 +143,17 @@ class Dispatcher:
         self._set = replica_set
 
     def run(
-        self, calls: Sequence[ChunkCall], meanwhile: Callable[[], None] | None = None
+        self,
+        calls: Sequence[ChunkCall],
+        meanwhile: Callable[[], None] | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> list[Answer]:
         """Run all calls, and wait for all answers.
 
         Args:
             calls: One call for each chunk.
             meanwhile: Called once while replicas run.
+            leave: Lets replicas leave the group in which they exchange tensors; None without one.
         """
         answers: dict[int, Answer] = {}
         deaths = [0] * len(calls)
@@ -161,6 +175,8 @@ class Dispatcher:
             if meanwhile is not None:  # replicas compute now, and this process has time
                 meanwhile()
                 meanwhile = None
+            if leave is not None:
+                self.watch([sent.get(i) for i in todo], leave)
             # Answers are taken in the order of chunks; the slowest one decides anyway.
             died = ""
             for i, pending in sent.items():
@@ -178,6 +194,8 @@ class Dispatcher:
                     self._set.recorder.replayed(pending.slot.index)
                 elif self._may_count(answer, pending):
                     answers[i] = answer
+                elif leave is not None:
+                    leave()
             if died and calls[0].together:
                 raise ReplicaDied(
                     f"{died}. The chunks of a call with synchronised batch norm cannot run again "
@@ -185,6 +203,20 @@ class Dispatcher:
                 )
             todo = [i for i in todo if i not in answers]
         return [answers[i] for i in range(len(calls))]
+
+    def watch(
+        self, sent: Sequence[Pending | None], leave: Callable[[], None], seconds: float = math.inf
+    ) -> None:
+        """Wait until the members of a group have answered. If one of them dies, or was not reached,
+        or they take longer, let the others leave: they may wait for it.
+        """
+        until = time.monotonic() + seconds
+        waited = [one for one in sent if one is not None and one.answer is None]
+        while not all([one.slot.client.ready(_LOOK / len(waited)) for one in waited]):
+            lives = [one is not None and one.lives for one in sent]
+            if not all(lives) or time.monotonic() > until:
+                leave()
+                return
 
     def _may_count(self, answer: Answer, pending: Pending) -> bool:
         """Tell if an answer is one; otherwise the call is to be made again."""

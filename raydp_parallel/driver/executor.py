@@ -25,7 +25,9 @@ from raydp_parallel.monitoring.reporter import Reporter
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.state.mirror import Master
-from raydp_parallel.wire.messages import Forget, StateUpdate
+from raydp_parallel.wire.codec import Row
+from raydp_parallel.wire.messages import ExchangeRequest, Forget, StateUpdate
+from raydp_parallel.wire.windows import specs_of
 
 log = logging.getLogger("raydp_parallel")
 
@@ -53,6 +55,8 @@ class Executor:
         options: These.
         device_ids: The devices.
         replica_set: The replicas by device.
+        groups: The groups in which replicas exchange tensors.
+        failed_joins: How often they could not join one that uses NCCL.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class Executor:
             self.device_ids = list(normalize(device_ids, self.options))
         self.replica_set = ReplicaSet(self.options, self.options.name or _program())
         self.dispatcher = Dispatcher(self.replica_set)
+        self.groups: dict[Any, Any] = {}
+        self.failed_joins = 0
         self._keys = itertools.count(1)
         self._masters: dict[int, Master] = {}
         self._reporter: Reporter | None = None
@@ -116,7 +122,11 @@ class Executor:
         return found
 
     def update(
-        self, master: Master, slot: ReplicaSlot, weights: dict[int, Tensor] | None = None
+        self,
+        master: Master,
+        slot: ReplicaSlot,
+        weights: dict[int, Tensor] | None = None,
+        place: ExchangeRequest | None = None,
     ) -> StateUpdate | None:
         """Collect what a slot's replica lacks of a model.
 
@@ -124,6 +134,7 @@ class Executor:
             master: The model.
             slot: The slot.
             weights: Contents in the place of the master's.
+            place: The place in a group whose root passes contents on.
         """
         hello = slot.client.hello
         maps = hello.near and hello.device == "cpu"
@@ -131,6 +142,10 @@ class Executor:
             master.compare_all()
         update = master.update_from(slot.revisions.get(master.number, 0), maps, weights)
         if update is not None:
+            if place is not None:
+                update = update._replace(spread=(place, tuple(specs_of(update.contents))))
+                if place.rank != place.root:
+                    update = update._replace(contents=Row())
             totals = self.replica_set.recorder.totals
             totals.state_sends += 1
             for t in update.contents:
@@ -146,6 +161,7 @@ class Executor:
     def stats(self, model: nn.Module | None = None) -> ExecutorStats:
         """Describe the replicas' work so far, for all models."""
         links = {s.client.link for s in self.replica_set.ready() if s.client is not None}
+        links |= {"nccl" for group in [*self.groups.values()] if group.nccl}
         link = " + ".join(sorted(links)) or "none"
         return self.replica_set.recorder.stats(self.replicas(), link)
 

@@ -5,6 +5,7 @@ The numbers are those of the journey in `data_parallel`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from raydp_parallel.driver.dispatcher import (
 )
 from raydp_parallel.driver.executor import Executor, taken
 from raydp_parallel.driver.loss import LossCall
-from raydp_parallel.errors import ReplicaDied, TransferError
+from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Mark, Master, versions_of
@@ -117,6 +118,7 @@ class _Run:
         self.overlay: dict[int, Tensor] = {}
         self.first = False
         self.group: Any = None
+        self.place: Any = None
         self._steps = 0
 
     def begin(self) -> None:
@@ -149,7 +151,8 @@ class _Run:
         """Make the request for a slot's replica. [3]"""
         if self.master.resident is not None:
             self.master.resident.ready(slot)
-        update = self._executor.update(self.master, slot)
+        place, self.place = self.place, None  # another time the driver gives all
+        update = self._executor.update(self.master, slot, place=place)
         return ForwardRequest(
             model=self.master.number,
             update=update,
@@ -289,6 +292,11 @@ def run(
                     one.master.resident.ready(one.chunk.slot)
                 one.group = None if places is None else places(range(len(runs)))[one.number]
                 one.begin()
+            slots = [one.chunk.slot for one in runs]
+            lacking = functools.partial(_lacking, [*masters.values()], slots)
+            spread = groups.direct(executor, slots, lacking)
+            for one in runs:
+                one.place = spread.get(one.number)
             handle = GraphHandle([one.graph for one in runs if one.graph is not None])
             calls = [one.call() for one in runs]
             edited: list[bool] = []
@@ -296,10 +304,14 @@ def run(
             def verify(edited: list[bool] = edited) -> None:
                 edited.extend(master.verify() for master in masters.values())  # [5]
 
+            leave = None
+            if places is not None or spread:
+                leave = functools.partial(groups.forget, executor)
             try:
-                answers = executor.dispatcher.run(calls, verify)  # [7]
-            except ReplicaDied:
-                groups.forget(executor)
+                answers = executor.dispatcher.run(calls, verify, leave)  # [7]
+            except BaseException:  # some may have been sent, and wait for the others
+                if leave is not None:
+                    leave()
                 raise
             if not any(edited):
                 break
@@ -321,6 +333,15 @@ def run(
             groups.forget(executor)  # who failed has left it
         raise_first(answers, calls)
         return _outputs(executor, runs, answers, unused, handle, lend, places)
+
+
+def _lacking(masters: Sequence[Master], slots: Sequence[ReplicaSlot]) -> int:
+    """Count the bytes of weights that all replicas lack, and can get from one of them."""
+    master, *others = masters
+    known = {slot.revisions.get(master.number, 0) for slot in slots}
+    if others or len(known) > 1 or master.resident is not None:
+        return 0
+    return master.lacking(*known)
 
 
 def _look(master: Master, code: bool) -> None:

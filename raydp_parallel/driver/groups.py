@@ -1,11 +1,12 @@
-"""Groups of replicas that exchange tensors, in the layers of synchronised batch norm and in the
-steps of an optimizer in the replicas.
+"""Groups of replicas that exchange tensors: in the layers of synchronised batch norm, in the steps
+of an optimizer in the replicas, and, if each has a GPU of its own, weights and gradients.
 """
 
 from __future__ import annotations
 
 import itertools
-import weakref
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,16 +14,27 @@ from torch import nn
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.replica_set import ReplicaSlot
+from raydp_parallel.driver.dispatcher import ChunkCall
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.wire.group import check_apart, open_store
 from raydp_parallel.wire.messages import ExchangeRequest
+
+log = logging.getLogger("raydp_parallel")
 
 Places = Callable[[Sequence[int]], dict[int, ExchangeRequest]]
 """Gives the chunks of one trip their places in a group."""
 
 _PATIENCE = 300.0
 """Seconds that chunks wait for each other, without a ``call_timeout``."""
+_TRIAL, _GRACE = 30.0, 5.0
+"""Seconds for the trial of NCCL, and then for members to give it up."""
+_MOST_JOINS = 3
+"""How often a replica may die while it joins, before that is taken for NCCL's fault."""
+_MOST_GROUPS = 4
+"""Groups of one executor that live at once: for models on several sets of GPUs."""
+_LEAST = 1 << 20
+"""Bytes of weights or gradients from which on NCCL carries them."""
 
 _names = itertools.count(1)
 
@@ -31,22 +43,31 @@ class _Group:
     """A group of some replicas, each in one life.
 
     Args:
-        key: The slots' indices and lives.
-        host: The address where members find each other.
+        slots: The slots that have them.
+        patience: Seconds that they wait for each other.
+        nccl: True if tensors go by NCCL.
     """
 
-    def __init__(self, key: tuple[tuple[int, int], ...], host: str) -> None:
-        self.key = key
-        self.store = open_store(host)
-        self.address = host, int(self.store.port)
-        self.name = f"group {next(_names)}"
+    def __init__(self, slots: Sequence[ReplicaSlot], patience: float, nccl: bool) -> None:
+        near = all(slot.client is not None and slot.client.hello.near for slot in slots)
+        host = "127.0.0.1" if near else ray_api.own_address()
+        self._store: Any = open_store(host)
+        address, name = (host, int(self._store.port)), f"group {next(_names)}"
+        links = [slot.client.link for slot in slots]
+        root = links.index("ipc") if "ipc" in links else 0
+        self.nccl = nccl
+        self.places = {
+            i: ExchangeRequest(address, name, i, len(slots), patience, nccl=nccl, root=root)
+            for i in range(len(slots))
+        }
 
-
-_groups: weakref.WeakKeyDictionary[Executor, _Group] = weakref.WeakKeyDictionary()
+    def close(self) -> None:
+        """Let the members leave."""
+        self._store = None
 
 
 def places(executor: Executor, chunks: Sequence[Any]) -> Places | None:
-    """Return what gives chunks their places; None if they do not exchange anything."""
+    """Return what gives chunks their places; None if their layers do not exchange anything."""
     if len(chunks) < 2 or not SyncBatchNorm.made:
         return None
     modules = {id(chunk.module): chunk.module for chunk in chunks}
@@ -60,32 +81,79 @@ def places(executor: Executor, chunks: Sequence[Any]) -> Places | None:
     def give(numbers: Sequence[int]) -> dict[int, ExchangeRequest]:
         if not all(slot.ready for slot in slots):
             executor.replica_set.grow(executor.options.placement_timeout)
-        return members(executor, slots, numbers)
+        found = members(executor, slots)
+        return {i: found[i]._replace(layers=True) for i in numbers}
 
     return give
 
 
-def members(
-    executor: Executor, slots: Sequence[ReplicaSlot], numbers: Sequence[int]
-) -> dict[int, ExchangeRequest]:
-    """Return places of some members, by number, in a group of all that these slots have now."""
-    key = tuple((slot.index, slot.life) for slot in slots)
-    group = _groups.get(executor)
-    if group is None or group.key != key:
-        group = _groups[executor] = _Group(key, _host(slots))
-    timeout = executor.options.call_timeout or _PATIENCE
-    return {i: ExchangeRequest(group.address, group.name, i, len(slots), timeout) for i in numbers}
+def members(executor: Executor, slots: Sequence[ReplicaSlot]) -> dict[int, ExchangeRequest]:
+    """Return the places, by number, in a group of all replicas that these slots have now."""
+    key = tuple([(slot.index, slot.life) for slot in slots])
+    if key not in executor.groups:
+        if len(executor.groups) >= _MOST_GROUPS:
+            forget(executor)
+        patience = executor.options.call_timeout or _PATIENCE
+        group = _Group(slots, patience, _may_use_nccl(executor, slots))
+        if group.nccl and not _join(executor, slots, group):
+            group = _Group(slots, patience, False)
+        executor.groups[key] = group
+    found: dict[int, ExchangeRequest] = executor.groups[key].places
+    return found
 
 
 def forget(executor: Executor) -> None:
-    """Make another group next time: a member has left this one."""
-    _groups.pop(executor, None)
+    """Make other groups next time: a member has left one, and all others leave theirs now."""
+    while executor.groups:
+        executor.groups.popitem()[1].close()
+
+
+def _may_use_nccl(executor: Executor, slots: Sequence[ReplicaSlot]) -> bool:
+    hellos = [slot.client.hello for slot in slots if slot.ready]
+    gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if hello.gpu_uuid}
+    if not 1 < len(gpus) == len(slots) or executor.failed_joins >= _MOST_JOINS:
+        return False
+    return "nccl" in executor.options.ways and not executor.options.in_process
+
+
+def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bool:
+    """Let replicas join a group that uses NCCL, and try it; tell if it works."""
+    begun, dispatcher = time.monotonic(), executor.dispatcher
+    sent = []
+    for slot, place in zip(slots, group.places.values(), strict=True):
+        sent.append(dispatcher.send(slot, ChunkCall(slot, "join", lambda _, p=place: p, 0)))  # type: ignore[misc]
+    dispatcher.watch(sent, group.close, _TRIAL)
+    problem, died = "", ""
+    for slot, pending in zip(slots, sent, strict=True):
+        if pending is not None and not slot.client.ready(_GRACE):
+            problem = f"{slot} hangs in NCCL"
+            executor.replica_set.lost(slot, pending.life, "join", problem)
+        answer = None if pending is None else dispatcher.receive(pending)
+        if answer is None:
+            died = f"{slot} died"
+        elif answer.failure is not None and not answer.failure.name.endswith("Abandoned"):
+            problem = answer.failure.text.splitlines()[-1]
+    if problem or died:
+        executor.failed_joins += _MOST_JOINS if problem else 1
+        again = executor.failed_joins < _MOST_JOINS
+        log.warning("NCCL is left out%s: %s", " for now" * again, problem or died)
+        return False
+    seconds = time.monotonic() - begun
+    log.info("weights and gradients of %d GPUs go by NCCL (tried in %.1f s)", len(slots), seconds)
+    return True
+
+
+def direct(
+    executor: Executor, slots: Sequence[ReplicaSlot], size: Callable[[], int]
+) -> dict[int, ExchangeRequest]:
+    """Return the places in a group in which tensors of some size go from GPU to GPU; none if there
+    is no NCCL, or they are small.
+    """
+    if not _may_use_nccl(executor, slots) or size() < _LEAST:
+        return {}
+    found = members(executor, slots)
+    return found if found[0].nccl else {}
 
 
 def _exchanges(module: nn.Module) -> bool:
     return any(isinstance(part, SyncBatchNorm) and part.exchanges for part in module.modules())
-
-
-def _host(slots: Sequence[Any]) -> str:
-    near = all(slot.client is not None and slot.client.hello.near for slot in slots)
-    return "127.0.0.1" if near else ray_api.own_address()

@@ -47,8 +47,6 @@ from raydp_parallel.wire.messages import (
 
 log = logging.getLogger("raydp_parallel")
 
-_LOOK = 0.05
-"""Seconds between two looks whether members of a step that exchanges tensors still live."""
 _MOST_TRIES = 6
 
 
@@ -482,7 +480,7 @@ class Resident:
         plan.grouped = bool(plan.summed) and len(members) > 1 and not again
         places: dict[int, ExchangeRequest] = {}
         if plan.grouped:
-            places = groups.members(executor, members, range(len(members)))
+            places = groups.members(executor, members)
         threads = executor.replica_set.threads(len(members))
         plan.requests, plan.sent = [], []
         for i, slot in enumerate(members):
@@ -526,15 +524,15 @@ class Resident:
             tried: list[tuple[ReplicaSlot, int]] = []
             failed, unread, value = None, None, None
             for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
-                answer = None if pending is None else pending.answer
-                if answer is None:
+                if pending is None or pending.answer is None:
                     continue
+                answer = pending.answer
                 if answer.lacking and answer.failure is not None:  # it could not read the step
                     unread = slot, answer.failure
                     continue
                 if answer.failure is not None and answer.failure.name.endswith("Abandoned"):
                     continue
-                if not self._lives(slot, life):  # it stepped alone, as the last thing it did
+                if not pending.lives:  # it stepped alone, as the last thing it did
                     continue
                 if answer.failure is not None:
                     failed = slot, answer.failure
@@ -566,18 +564,12 @@ class Resident:
         return None
 
     def _wait(self, plan: _Plan) -> None:
-        for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
-            if pending is None:
-                continue
-            while plan.grouped and pending.answer is None and self._lives(slot, life):
-                if slot.client.ready(_LOOK):
-                    break
-                if None in plan.sent or not all(self._lives(*one[:2]) for one in plan.requests):
-                    groups.forget(self._executor)  # who waits for it to join gets an error
-            self._executor.dispatcher.receive(pending)
-
-    def _lives(self, slot: ReplicaSlot, life: int) -> bool:
-        return slot.ready and slot.life == life and slot.client.alive()
+        dispatcher = self._executor.dispatcher
+        if plan.grouped:
+            dispatcher.watch(plan.sent, lambda: groups.forget(self._executor))
+        for pending in plan.sent:
+            if pending is not None:
+                dispatcher.receive(pending)
 
     # The driver's copy.
 

@@ -22,8 +22,11 @@ from raydp_parallel.replica import engine, exceptions, sync_batch_norm
 from raydp_parallel.replica.module import Built, Found, ReplicaModule
 from raydp_parallel.replica.resident import Resident
 from raydp_parallel.wire.codec import Parcel, Row, parcel
+from raydp_parallel.wire.group import Abandoned, Differing
 from raydp_parallel.wire.messages import (
+    KEPT,
     SENT,
+    SUMMED,
     Answer,
     BackwardRequest,
     CaughtWarning,
@@ -36,6 +39,7 @@ from raydp_parallel.wire.messages import (
     StepRequest,
     Writes,
 )
+from raydp_parallel.wire.windows import Layout
 
 _inside: ContextVar[bool] = ContextVar("raydp_parallel_in_replica", default=False)
 _own_process = False
@@ -163,8 +167,25 @@ class Replica:
         if module is None:
             module = self.models[number] = ReplicaModule(self.device, _own_process)
         if update is not None:
-            module.update(update)  # [4]
+            try:
+                module.update(self._received(update))  # [4]
+            except (Abandoned, Differing):
+                module.revision = -1  # which asks for all, without the group
         return module
+
+    def _received(self, update: StateUpdate) -> StateUpdate:
+        """Take contents from the group's root, or pass them on, in one run of memory."""
+        if update.spread is None:
+            return update
+        place, specs = update.spread
+        layout, exchange = Layout(specs), self._exchange(place)
+        with sync_batch_norm.taking_part(exchange, layers=False):
+            run = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
+            views = layout.views(run)
+            if update.contents:
+                torch._foreach_copy_(views, update.contents)
+            exchange.spread(run, place.root)
+        return update._replace(contents=Row(views, flags=False))
 
     def forward(self, request: ForwardRequest) -> Answer:
         """Run one chunk."""
@@ -258,7 +279,32 @@ class Replica:
         notes = _Notes()
         with self._noting(request.where, notes), self._set(request):
             self._differentiate(request, notes)
+            if SUMMED in request.needed:
+                self._sum(request, notes)
         return self._answer(notes, begun)
+
+    def _sum(self, request: BackwardRequest, notes: _Notes) -> None:
+        """Sum gradients over the group, for its root. Where that fails, or chunks have gradients of
+        other parameters, the driver gets them as they are.
+        """
+        slots, grads = self.graphs[request.graph].slots, notes.value
+        chosen: dict[torch.dtype, list[int]] = {}
+        for at, (code, grad) in enumerate(zip(request.needed, grads, strict=True)):
+            if code == SUMMED and type(grad) is Tensor and grad.layout is torch.strided:
+                chosen.setdefault(grad.dtype, []).append(at)
+        places = [at for row in chosen.values() for at in row]
+        sums: list[Tensor | None] = []
+        exchange = self._exchange(request.group)
+        try:
+            exchange.meet(0, hash(tuple([slots[at] for at in places])))
+            for row in chosen.values():
+                own = [grads[at] for at in row]
+                sums += exchange.add(own, own, range(exchange.size), request.group.root)
+        except (Abandoned, Differing):
+            return
+        for at, one in zip(places, sums or [None] * len(places), strict=True):
+            grads[at] = one
+        notes.reached = tuple([at in places for at in range(len(grads))])
 
     def _differentiate(self, request: BackwardRequest, notes: _Notes) -> None:
         home = self.graphs[request.graph]
@@ -274,7 +320,7 @@ class Replica:
         # A checkpoint that runs again may write once more.
         begun = home.found.moment(home.built.buffers)
         before = home.found.flat.clone() if request.first else None
-        keeps = max(request.needed, default=SENT) > SENT
+        keeps = max(request.needed, default=SENT) >= KEPT
         if keeps:
             self.resident(home.module).begin(request.chunk, home.slots, request.needed)
         with ambient.enter(request.context), home.module.noting(home.found):
@@ -320,7 +366,8 @@ class Replica:
         if request.group is None:
             yield
             return
-        with sync_batch_norm.taking_part(self._exchange(request.group)):
+        exchange = self._exchange(request.group)
+        with sync_batch_norm.taking_part(exchange, request.group.layers):
             yield
 
     def _answer(self, notes: _Notes, begun: float) -> Answer:

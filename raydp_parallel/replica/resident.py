@@ -17,15 +17,11 @@ from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import (
     ADDED,
     KEPT,
-    SENT,
     ExchangeRequest,
     ResumeRequest,
     SnapshotRequest,
     StepRequest,
 )
-
-_SUM, _SHARE = 1 << 20, 1 << 21
-"""Marks of exchanges, which those of layers do not reach."""
 
 
 class Resident:
@@ -72,7 +68,7 @@ class Resident:
         stays = []
         for slot, code, grad in zip(slots, codes, grads, strict=True):
             plain = grad is not None and grad.layout is torch.strided and type(grad) is Tensor
-            if code <= SENT or slot is None or grad is None or not plain:
+            if code < KEPT or slot is None or grad is None or not plain:
                 sent.append(grad)
                 stays.append(False)
                 continue
@@ -103,26 +99,10 @@ class Resident:
         # In the same order everywhere, as members exchange one after the other.
         for dtype in dict.fromkeys([self._module.tensor(slot).dtype for slot in slots]):
             own = [slot for slot in slots if self._module.tensor(slot).dtype == dtype]
-            found.update(self._summed(own, order, exchange))
+            like = [self._module.tensor(slot) for slot in own]
+            mine = self.gradients(own, exchange.rank) if exchange.rank in order else None
+            found.update(zip(own, exchange.add(mine, like, order), strict=True))
         return found
-
-    def _summed(
-        self, slots: Sequence[int], order: Sequence[int], exchange: Exchange
-    ) -> dict[int, Tensor]:
-        """Sum gradients of one dtype: each member adds one part of all, and gives it to all."""
-        like = [self._module.tensor(slot) for slot in slots]
-        count = sum(t.numel() for t in like)
-        part = -(-count // exchange.size)
-        flat = torch.empty(part * exchange.size, dtype=like[0].dtype, device=like[0].device)
-        if exchange.rank in order:
-            into = _pieces(flat, like)
-            torch._foreach_copy_(into, self.gradients(slots, exchange.rank))
-        rows = exchange.swap(flat.view(exchange.size, part), _SUM)
-        total = rows[order[0]]
-        for chunk in order[1:]:
-            total.add_(rows[chunk])
-        rows = exchange.swap(total.expand(exchange.size, -1), _SHARE)
-        return dict(zip(slots, _pieces(rows.view(-1), like), strict=True))
 
     # Steps.
 
@@ -186,6 +166,10 @@ class Resident:
         for number, (kind, keywords, groups, state) in loaded.items():
             rows = [group["params"] for group in groups]
             for group in groups:
+                if not (group.get("capturable") or group.get("fused")):  # as torch's own loading
+                    for slot in group["params"]:
+                        if isinstance(state.get(slot, {}).get("step"), Tensor):
+                            state[slot]["step"] = state[slot]["step"].cpu()
                 group["params"] = [self._module.tensor(slot) for slot in group["params"]]
             optimizer = kind(groups, **keywords)
             for slot, values in state.items():
@@ -212,12 +196,3 @@ class Resident:
                         state[slot] = dict(optimizer.state[self._module.tensor(slot)])
                 states[number] = groups, state
         return parcel((weights, states), "optimizer")
-
-
-def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a flat run into tensors of these shapes."""
-    pieces, at = [], 0
-    for t in like:
-        pieces.append(flat[at : at + t.numel()].view(t.shape))
-        at += t.numel()
-    return pieces

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from raydp_parallel.errors import ReplicaError
+from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.replica import Replica
+from raydp_parallel.wire import trial
 from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import (
     Answer,
@@ -33,7 +35,7 @@ class ReplicaServer:
         self._replica = Replica(device, self._get, self._exchange)
         self._delivered: dict[int, Any] = {}
         self._delivery = threading.Condition()
-        self._group: tuple[str, Exchange] | None = None
+        self._groups: dict[str, Exchange] = {}
 
     def answer(self, request: Any) -> Answer:
         """Do what a request asks for."""
@@ -44,6 +46,12 @@ class ReplicaServer:
         if isinstance(request, Forget):
             self._replica.forget(request.forget)
             return Answer(value=(len(self._replica.models), len(self._replica.graphs)))
+        if isinstance(request, ExchangeRequest):
+            try:
+                self._exchange(request)
+            except Exception as error:
+                return Answer(failure=exceptions.failure(error, None))
+            return Answer()
         if isinstance(request, _TRAINING):
             return self._replica.train(request)
         raise ReplicaError(f"a replica got a {type(request).__name__}, which it does not know")
@@ -67,9 +75,11 @@ class ReplicaServer:
         return found
 
     def _exchange(self, request: ExchangeRequest) -> Exchange:
-        if self._group is None or self._group[0] != request.name:
-            if self._group is not None:
-                self._group[1].close()
-            made = Exchange(request.rank, request.size, request.address, request.timeout)
-            self._group = request.name, made
-        return self._group[1]
+        if request.name not in self._groups:
+            for name, group in [*self._groups.items()]:
+                if not group.exists():
+                    self._groups.pop(name).close()
+            made = self._groups[request.name] = Exchange(request, self._replica.device)
+            if request.nccl:
+                trial.try_group(made, self._replica.device)
+        return self._groups[request.name]

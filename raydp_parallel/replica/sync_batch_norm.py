@@ -22,17 +22,18 @@ current: Exchange | None = None
 
 
 @contextlib.contextmanager
-def taking_part(exchange: Exchange | None) -> Iterator[None]:
-    """Run a block as one of several chunks; if it fails, the others do not wait for this one."""
+def taking_part(exchange: Exchange, layers: bool) -> Iterator[None]:
+    """Run a block as one of several chunks, of which layers may exchange tensors; if it fails, the
+    others do not wait for this one.
+    """
     global current
-    before, current = current, exchange
+    before, current = current, exchange if layers else None
     try:
         yield
-        if exchange is not None:
+        if layers:
             exchange.end()
     except BaseException:
-        if exchange is not None:
-            exchange.close()
+        exchange.close()
         raise
     finally:
         current = before
@@ -52,8 +53,7 @@ class GatherRows(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, mark: int) -> Tensor:
         ctx.mark = mark
-        exchange = _needed()
-        return exchange.swap(own.expand(exchange.size, -1), mark)
+        return _needed().share(own, mark)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -171,6 +171,7 @@ class Master:
         trained: The slots of parameters that are trained there.
         lagging: Those of which the values are there; writes to their memory here do not count.
         edited: True if the program has changed one of them.
+        alike: False if chunks had gradients of different parameters, which replicas do not add.
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -183,6 +184,7 @@ class Master:
         self.trained: set[int] = set()
         self.lagging: set[int] = set()
         self.edited = False
+        self.alike = True
         self.fresh: set[int] = set()
         self._slots: dict[int, int] = {}
         self._next = 0
@@ -413,6 +415,18 @@ class Master:
         self.written = written
 
     # What replicas need.
+
+    def lacking(self, revision: int) -> int:
+        """Count the bytes of contents that changed since a state; 0 if some of them cannot lie in
+        one run of memory.
+        """
+        size = 0
+        for number, tensor in self.tensors.items():
+            if self._content_at[number] > revision:
+                if number not in self._plain or not is_dense(tensor):
+                    return 0
+                size += tensor.nbytes
+        return size
 
     @plainly
     def update_from(

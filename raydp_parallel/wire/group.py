@@ -1,16 +1,22 @@
-"""`Exchange`: a group of replicas in which each gives each of the others one row.
+"""`Exchange`: a group of replicas that give each other tensors.
 
 [Note: order]
 An exchange is an operation of all members. They must come to the same ones in the same order, as
 chunks do that run the same layers. So each exchange begins with a few numbers that say what it is:
 members that differ, or of which one has ended, all get an error instead of waiting for each other.
 Who fails closes its sockets, which the others notice, as they notice a death.
+
+[Note: NCCL]
+These numbers go by gloo in any case, and tensors by NCCL where each member has a GPU of its own.
+NCCL does not notice a death: a member that waits looks whether the driver has closed the store.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,15 +24,28 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from raydp_parallel.wire.messages import ExchangeRequest
+
 dist: Any = distributed  # torch's stubs lack most of what is needed to make a group directly
 
 _END = -1
 """The mark of a member that has ended its part of a call."""
+_SUM, _SHARE = 1 << 20, 1 << 21
+"""Marks of sums, which those of layers do not reach."""
+_PAUSE = 1e-4
+_LOOK = 0.1
+"""Seconds between two looks whether NCCL is done, and whether the group still exists."""
+_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Torch would end the process where an operation is late."""
 
 
 def open_store(host: str = "127.0.0.1") -> Any:
     """Listen for the members of groups, which find each other here. The store's ``port`` and this
-    host are their ``store_address``; it has to live until they have joined.
+    host are their ``store_address``; members leave their group when it is gone.
     """
     listener = socket.socket()
     listener.bind((host, 0))  # torch by itself would listen on all interfaces
@@ -50,58 +69,113 @@ class Abandoned(RuntimeError):
     """Tells a member that the others do not answer: one of them failed, or ended."""
 
 
+class Differing(RuntimeError):
+    """Tells all members that they are not at the same exchange."""
+
+
 class Exchange:
     """One member's end of a group.
 
     Args:
+        request: The place in the group.
+        device: The GPU of this member, if tensors go by NCCL.
+
+    Attributes:
         rank: Which member this is: the number of its chunk.
         size: How many there are.
-        store_address: Host and port of the store where they find each other.
-        timeout: Seconds that members wait for each other, to join and in each exchange.
-        name: A name that tells the groups of one store apart.
 
     Raises:
         Abandoned: The others did not come, or cannot be reached.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        store_address: tuple[str, int],
-        timeout: float,
-        name: str = "group",
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self._patience = timedelta(seconds=timeout)
+    def __init__(self, request: ExchangeRequest, device: torch.device) -> None:
+        self.rank, self.size = request.rank, request.size
+        self._device = device if request.nccl else torch.device("cpu")
+        self._patience = timedelta(seconds=request.timeout)
         self._begun: Any = None
+        self._nccl: Any = None
         self.closed = False
-        host, port = store_address
+        host, port = request.address
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(host, port))]
         options._timeout = min(self._patience, timedelta(seconds=60))  # for one that dies now
         options._threads = 2
         try:
-            store = dist.TCPStore(host, port, is_master=False, timeout=self._patience)
-            store = dist.PrefixStore(name, store)
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=self._patience)
+            store = dist.PrefixStore("gloo", self._store)
+            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            if request.nccl:
+                os.environ.update(_NCCL)
+                store = dist.PrefixStore("nccl", self._store)
+                theirs = dist.ProcessGroupNCCL.Options()
+                self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, theirs)
         except RuntimeError as error:
             text = f"the replicas of a call could not find each other: {error}"
             raise Abandoned(text) from None
 
+    # Each of these is an exchange. Its mark says what it is for: a number from 0, the same for all
+    # members, who get `Differing` where marks or sizes are not.
+
     def swap(self, rows: Tensor, mark: int = 0) -> Tensor:
-        """Give each member one row; returns the rows that they gave to this one, by rank.
+        """Give each member one row; returns the rows that they gave to this one, by rank."""
+        self.meet(mark, rows[0].nbytes)
+        own = self._near(rows)
+        got = torch.empty_like(own)
+        self._do(self._data, "alltoall_base", dist.AllToAllOptions(), got, own, [], [])
+        return got.to(rows.device)
+
+    def share(self, row: Tensor, mark: int = 0) -> Tensor:
+        """Give all members one row; returns the rows of all, by rank."""
+        self.meet(mark, row.nbytes)
+        own, options = self._near(row), dist.distributed_c10d.AllgatherOptions()
+        got = own.new_empty(self.size * row.numel())
+        self._do(self._data, "_allgather_base", options, got, own.view(-1))
+        return got.view(self.size, *row.shape).to(row.device)
+
+    def give(self, row: Tensor, root: int, mark: int = 0) -> Tensor | None:
+        """Give one member a row; to that one it returns the rows of all, by rank."""
+        self.meet(mark, row.nbytes)
+        own, options, count = self._near(row), dist.AllToAllOptions(), row.numel()
+        sent = [count if rank == root else 0 for rank in range(self.size)]
+        taken = [count if self.rank == root else 0] * self.size
+        got = own.new_empty(sum(taken))
+        self._do(self._data, "alltoall_base", options, got, own, taken, sent)
+        return got.view(self.size, count).to(row.device) if self.rank == root else None
+
+    def spread(self, run: Tensor, root: int, mark: int = 0) -> None:
+        """Copy a run of one member's to those of all."""
+        self.meet(mark, run.nbytes)
+        own, options = self._near(run), dist.BroadcastOptions()
+        options.rootRank = root
+        self._do(self._data, "broadcast", options, [own])
+        if own is not run:
+            run.copy_(own)
+
+    def add(
+        self,
+        own: Sequence[Tensor] | None,
+        like: Sequence[Tensor],
+        order: Sequence[int],
+        root: int | None = None,
+    ) -> list[Tensor]:
+        """Sum tensors of one dtype over members: each adds one part of all.
 
         Args:
-            rows: One row for each member.
-            mark: The purpose of the exchange, a number from 0, the same for all members.
-
-        Raises:
-            RuntimeError: The others are not at the same exchange, or do not answer.
+            own: This member's; None if it has none.
+            like: Tensors of their shapes.
+            order: The members that have some, in the order in which they are added.
+            root: The member that gets the sums; None if all do. The others get none.
         """
-        self._meet(mark, rows[0].nbytes)
-        return self._swapped(rows.detach().cpu().contiguous()).to(rows.device)
+        part = -(-sum([t.numel() for t in like]) // self.size)
+        flat = torch.empty(part * self.size, dtype=like[0].dtype, device=like[0].device)
+        if own is not None:
+            torch._foreach_copy_(_pieces(flat, like), [*own])
+        rows = self.swap(flat.view(self.size, part), _SUM)
+        total = rows[order[0]]
+        for member in order[1:]:
+            total.add_(rows[member])
+        found = self.share(total, _SHARE) if root is None else self.give(total, root, _SHARE)
+        return [] if found is None else _pieces(found.view(-1), like)
 
     def end(self) -> None:
         """Tell the others that this member has ended its part of a call.
@@ -109,47 +183,91 @@ class Exchange:
         Raises:
             RuntimeError: One of them has not.
         """
-        self._meet(_END, 0)
+        self.meet(_END, 0)
+
+    def exists(self) -> bool:
+        """Tell if the driver has not closed the group."""
+        try:
+            self._store.check(["alive"])
+        except RuntimeError:
+            return False
+        return not self.closed
 
     def close(self) -> None:
         """Leave the group; members that wait for this one get an error."""
-        group, begun = self._group, self._begun
-        self._group = self._begun = None
+        groups, begun = [self._gloo, self._nccl], self._begun
+        self._gloo = self._nccl = self._begun = None
         self.closed = True
-        if begun is not None and not begun.is_completed():
+        if groups[1] is not None or (begun is not None and not begun.is_completed()):
             # The destructor waits for what is in flight, which ends with the others' sockets.
-            threading.Thread(target=_drop, args=[[group]], daemon=True).start()
+            threading.Thread(target=_drop, args=[groups], daemon=True).start()
 
-    def _meet(self, mark: int, size: int) -> None:
+    def meet(self, mark: int, size: int) -> None:
+        """Wait until all members are at the same exchange.
+
+        Raises:
+            Abandoned: One of them does not come.
+            Differing: They are not.
+        """
         own = torch.tensor([mark, size], device="cpu").expand(self.size, -1).contiguous()
-        seen = [(int(mark), int(size)) for mark, size in self._swapped(own).tolist()]
+        rows = torch.empty_like(own)
+        self._do(self._gloo, "alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
+        seen = [(int(mark), int(size)) for mark, size in rows.tolist()]
         if len({*seen}) == 1:
             return
         ended = [rank for rank, (mark, _) in enumerate(seen) if mark == _END]
         others = [rank for rank in range(self.size) if rank not in ended]
         places = ", ".join(f"chunk {rank} at number {seen[rank][0]}" for rank in others)
         text = f"chunks {ended} have ended, while chunks {others} wait" if ended else places
-        raise RuntimeError(
+        raise Differing(
             f"the chunks run different layers: {text}. What decides which layers run, and their "
             "sizes, must be the same for all chunks"
         )
 
-    def _swapped(self, rows: Tensor) -> Tensor:
-        if self._group is None:
+    def _near(self, t: Tensor) -> Tensor:
+        """Bring a tensor to the memory in which the group works."""
+        return t.detach().contiguous().to(self._device)
+
+    @property
+    def _data(self) -> Any:
+        return self._gloo if self._nccl is None else self._nccl
+
+    def _do(self, group: Any, verb: str, options: Any, *tensors: Any) -> None:
+        """Let all members do one operation, and wait until it is done."""
+        if group is None:
             raise Abandoned("this replica has left the group of the call's replicas")
-        got = torch.empty_like(rows)
-        options = dist.AllToAllOptions()
         options.timeout = self._patience
         try:
-            self._begun = self._group.alltoall_base(got, rows, [], [], options)
-            self._begun.wait(self._patience)
+            self._begun = work = getattr(group, verb)(*tensors, options)
+            if group is self._nccl:
+                self._await(work)
+            work.wait(self._patience)
         except RuntimeError as error:
             text = str(error).split(" This is typically")[0]
             raise Abandoned(f"the replicas of other chunks did not answer: {text}") from None
-        return got
+
+    def _await(self, work: Any) -> None:
+        looked, until = time.monotonic(), time.monotonic() + self._patience.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > looked + _LOOK:
+                looked = time.monotonic()
+                if looked > until or not self.exists():
+                    raise Abandoned("they are gone")
+            time.sleep(_PAUSE)
+
+
+def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a flat run into tensors of these shapes."""
+    pieces, at = [], 0
+    for t in like:
+        pieces.append(flat[at : at + t.numel()].view(t.shape))
+        at += t.numel()
+    return pieces
 
 
 def _drop(groups: list[Any]) -> None:
+    if groups[1] is not None:
+        groups[1].abort()  # ends what waits on the GPU
     groups.clear()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raydp_parallel.devices.ambient import CallContext
 from raydp_parallel.wire.codec import Parcel, Row
-from raydp_parallel.wire.windows import Window
+from raydp_parallel.wire.windows import Spec, Window
 
 
 class SlotSpec(NamedTuple):
@@ -50,6 +50,7 @@ class StateUpdate(NamedTuple):
         slots: The slots of tensors with other contents; of those in windows nothing is sent.
         contents: These contents.
         versions: The version of each of those, as the master counts it.
+        spread: The place in the group whose root passes the contents on, and their geometry.
     """
 
     revision: int
@@ -61,6 +62,7 @@ class StateUpdate(NamedTuple):
     slots: tuple[int, ...]
     contents: Row
     versions: dict[int, int]
+    spread: tuple[ExchangeRequest, tuple[Spec, ...]] | None = None
 
 
 class ForwardRequest(NamedTuple):
@@ -102,7 +104,7 @@ class ForwardRequest(NamedTuple):
     optional: bool = False
 
 
-LEFT_OUT, SENT, KEPT, ADDED = range(4)
+LEFT_OUT, SENT, SUMMED, KEPT, ADDED = range(5)
 
 
 class BackwardRequest(NamedTuple):
@@ -113,7 +115,8 @@ class BackwardRequest(NamedTuple):
         outputs: The graphs, each with the numbers of its outputs that have a gradient.
         grads: These gradients, in the same order.
         needed: For each leaf of that forward `LEFT_OUT`, or the fate of its gradient: `SENT`,
-            `KEPT` as all that the chunk has, or `ADDED` to that.
+            `SUMMED` by the group for its root, `KEPT` as all that the chunk has, or `ADDED` to
+            that.
         partial: True if the caller's pass leaves out some leaves.
         keep: True if graphs are used again.
         derived: The number of the graph that the gradients get; None without create_graph.
@@ -283,7 +286,8 @@ class Answer(NamedTuple):
         value: The outputs of a forward; the gradients of a backward, a row with None for leaves
             that were not reached, or whose gradients are kept.
         reached: Which tensors in plain attributes, and then which inputs, that require a gradient
-            the outputs depend on. Of a backward: which leaves' gradients are kept.
+            the outputs depend on. Of a backward: which leaves' gradients are kept, or went into
+            the group's sum.
         failure: The exception, if there is one.
         warnings: Warnings.
         writes: Tensors that were written to.
@@ -309,6 +313,9 @@ class ExchangeRequest(NamedTuple):
         rank: This replica's number.
         size: How many there are.
         timeout: Seconds to wait for the others.
+        layers: True if layers of the module exchange tensors.
+        nccl: True if tensors go from GPU to GPU.
+        root: The member that gets sums, and passes weights on.
     """
 
     address: tuple[str, int]
@@ -316,3 +323,6 @@ class ExchangeRequest(NamedTuple):
     rank: int
     size: int
     timeout: float
+    layers: bool = False
+    nccl: bool = False
+    root: int = 0

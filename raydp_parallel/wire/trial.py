@@ -1,12 +1,14 @@
-"""The trial of windows on a GPU, before anything depends on them.
+"""The trials of windows on a GPU, and of a group that uses NCCL, before anything depends on them.
 
-It uses the windows themselves and the operations of all later messages, at two sizes, three times
-in the same memory, with other random contents each time, behind work that keeps the GPU busy.
+They use the windows and the group themselves, and the operations of all later messages, at two
+sizes, three times in the same memory, with other contents each time, behind work that keeps the GPU
+busy.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from raydp_parallel.errors import TransferError
 from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import Answer
 
 SIZES = [1 << 20, 64 << 20]
@@ -57,6 +60,42 @@ def answer(channel: Channel, trial: Trial, device: torch.device) -> None:
     channel.send(Answer(value=[_late(~t) for t in trial.tensors]))
     if not trial.tensors:
         channel.drop_windows()
+
+
+def try_group(exchange: Exchange, device: torch.device) -> None:
+    """Let all members of a group do each operation, in the members.
+
+    Raises:
+        TransferError: Other bytes arrived than were sent, or in another order.
+    """
+    own, everyone = exchange.rank, range(exchange.size)
+    for size in SIZES:
+        for n in range(_ROUNDS):
+
+            def rows(*keys: tuple[int, int], size: int = size, n: int = n) -> Tensor:
+                row = torch.arange(size // 8 // exchange.size, device=device)
+                return torch.stack([_numbers(row, (n, *key)) for key in keys])
+
+            sent = [(own, to) for to in everyone]
+            given, all_given = rows((own, own))[0], rows(*[(by, by) for by in everyone])
+            run = _late(rows(*sent) * (own == 0))
+            exchange.spread(run, 0)
+            found = [
+                (run, rows(*[(0, to) for to in everyone])),
+                (exchange.swap(_late(rows(*sent))), rows(*[(by, own) for by in everyone])),
+                (exchange.share(_late(given)), all_given),
+                (exchange.give(_late(given), 0), all_given),
+            ]
+            for got, expected in found:
+                if got is not None and not torch.equal(got, expected):
+                    raise TransferError("other numbers arrived than were sent, or in other places")
+
+
+def _numbers(row: Tensor, key: Sequence[int]) -> Tensor:
+    """Make numbers that differ for each key, and are the same on every kind of GPU."""
+    for k in key:
+        row = (row + k + 1) * 6364136223846793005
+    return row
 
 
 def _late(t: Tensor) -> Tensor:

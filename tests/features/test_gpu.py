@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import socket
@@ -215,7 +216,7 @@ def test_an_export_is_opened_once(gpus: FakeGpus) -> None:
         GpuWindow(window.size, gpu, window.export)
 
 
-@pytest.mark.parametrize(("told", "ways"), [("", {"host", "ipc"}), ("host", {"host"})])
+@pytest.mark.parametrize(("told", "ways"), [("", {"host", "ipc", "nccl"}), ("host", {"host"})])
 def test_the_environment_chooses_ways(
     monkeypatch: pytest.MonkeyPatch, told: str, ways: set[str]
 ) -> None:
@@ -239,19 +240,48 @@ model(torch.ones(4, 2)).sum().backward()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def printed(script: str, *arguments: str) -> list[str]:
+    """Return the last four lines that a script prints, whose replicas are processes with GPUs."""
+    path = Path(__file__).parents[1] / "support" / script
+    command = [sys.executable, str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.stdout.splitlines()[-1] == "right", done.stdout + done.stderr
+    return done.stdout.splitlines()[-4:]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["", "lossy"])
 def test_replicas_in_processes_of_their_own(how: str) -> None:
     """One of them shares the driver's GPU; it is started again without that if the trial fails."""
-    script = Path(__file__).parents[1] / "support" / "gpu_script.py"
-    done = subprocess.run(
-        [sys.executable, str(script), how], capture_output=True, text=True, timeout=280
-    )
-    *_, said, link, right = done.stdout.splitlines()
-    assert right == "right", done.stderr
+    _, said, link, _ = printed("gpu_script.py", how)
     assert link == ("link: windows" if how else "link: ipc + windows")
     ways = "2 by pinned memory of the host" if how else "1 by CUDA IPC, 1 by pinned memory"
     assert said.startswith(f"2 x Fake: {ways}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "plan"),
+    [
+        ("", []),
+        ("", ["broadcast:1", "alltoall_base:0", "late:alltoall_base:1", "trial:0"]),
+        ("resident", ["_allgather_base:1", "late:alltoall_base:0"]),
+        ("differing", []),
+        ("permuted", []),
+        ("hangs", []),
+    ],
+)
+def test_weights_and_gradients_go_from_gpu_to_gpu(how: str, plan: list[str]) -> None:
+    """By NCCL, to the bit as by the host, also when members die in an exchange; and not where its
+    trial fails, as with places in the wrong order (N4).
+    """
+    said, link, sizes, _ = printed("nccl_script.py", how, "2", *plan)
+    assert link == ("link: windows" if how in ("permuted", "hangs") else "link: nccl + windows")
+    if not how and not plan:
+        assert "go by NCCL" in said
+        (near_in, near_out), (far_in, far_out) = ast.literal_eval(sizes.removeprefix("bytes: "))
+        assert far_in < near_in / 4
+        assert far_out < near_out / 10
 
 
 def test_a_step_asks_the_host_for_little() -> None:

@@ -396,6 +396,7 @@ def _patch(gpus: FakeGpus) -> pytest.MonkeyPatch:
     found.setattr(reductions, "rebuild_cuda_tensor", gpus.open)
     found.setattr(Tensor, "device", property(gpus.device))
     found.setattr(Tensor, "is_cuda", property(lambda t: gpus.device(t).type == "cuda"))
+    found.setattr(Tensor, "is_cpu", property(lambda t: gpus.device(t).type == "cpu"))
     found.setattr(Tensor, "to", lambda t, *args, **more: gpus.to(t, *args, **more))
     found.setattr(Tensor, "cpu", lambda t: gpus.to(t, CPU))
     found.setattr(
@@ -439,6 +440,15 @@ def install() -> None:
     Channel.__init__ = made  # type: ignore[method-assign]
     zeros: Any = torch.zeros
     torch.zeros = lambda *a, device=None, **more: zeros(*a, **more)  # where nothing is entered yet
+
+
+def install_with_nccl() -> None:
+    """Let this process of a replica have GPUs, and NCCL among them."""
+    import fake_nccl
+
+    trial.SIZES[:] = [1 << 16]
+    fake_nccl.install()
+    install()
 
 
 class Near:
