@@ -576,34 +576,36 @@ class DataParallel(nn.DataParallel[T]):
         return getattr(getattr(self, method), "__func__", None) is vars(DataParallel)[method]
 
     def _warn_of_sizes(self, sizes: str) -> None:
-        """Warn once of chunks that do not belong together, row by row; some programs mean that."""
-        if len(self.device_ids) > 1 and "_warned_of_sizes" not in self.__dict__:
-            self._warned_of_sizes = True
-            warnings.warn(
+        """Warn of chunks that do not belong together, row by row; some programs mean that."""
+        if len(self.device_ids) > 1:
+            self._warn_once(
                 f"arguments have different sizes along dim {self.dim}, and are split into as many "
                 f"chunks each, as torch.nn.DataParallel does: {sizes}. Each replica gets chunks of "
                 "different sizes, which may broadcast; if rows are to belong together, give all "
-                "arguments one size. This is said once for each wrapper.",
-                stacklevel=2,
+                "arguments one size",
+                "_warned_of_sizes",
             )
 
     def _warn_of_hooks(self) -> None:
-        """Warn once of hooks that this process has for all modules: replicas do not run them."""
+        """Warn of hooks that this process has for all modules: replicas do not run them."""
         hooks = (
             nn.modules.module._global_forward_pre_hooks
             or nn.modules.module._global_forward_hooks
             or nn.modules.module._global_backward_pre_hooks
             or nn.modules.module._global_backward_hooks
         )
-        if hooks and "_warned_of_hooks" not in self.__dict__ and not self._options.in_process:
-            self._warned_of_hooks = True
-            warnings.warn(
+        if hooks and not self._options.in_process:
+            self._warn_once(
                 "hooks for all modules, such as those of register_module_forward_hook, run in this "
                 "process only: replicas do not have them, so that what they change or record of "
-                "the module is missing. Register hooks on the modules themselves. This is said "
-                "once for each wrapper.",
-                stacklevel=2,
+                "the module is missing. Register hooks on the modules themselves",
+                "_warned_of_hooks",
             )
+
+    def _warn_once(self, text: str, name: str) -> None:
+        if name not in self.__dict__:
+            self.__dict__[name] = True
+            warnings.warn(f"{text}. This is said once for each wrapper.", stacklevel=3)
 
 
 @ambient.uncompiled

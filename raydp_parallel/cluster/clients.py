@@ -39,10 +39,6 @@ _CAUSE = 5.0
 class Gone(Exception):
     """The replica is gone, by a cause as far as it is known at once."""
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
-
 
 class _Counting:
     """Counts bytes of tensors that were sent and received."""

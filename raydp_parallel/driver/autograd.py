@@ -366,10 +366,9 @@ def _summing(
 ) -> dict[int, ExchangeRequest]:
     """Return the places by which replicas sum gradients of parameters, if all of them do."""
     parts = [part for part in call.parts if part is not None]
-    if len(chunks) < len(call.parts) or len(parts) < 2 or not parts[0].graph.on(parts[0].slot):
+    if len(parts) < 2 or len(chunks) < len(call.parts) or not parts[0].master.alike:
         return {}
-    master = parts[0].master
-    if not all(p.graph.on(p.slot) and p.master is master for p in parts) or not master.alike:
+    if not all(p.graph.on(p.slot) and p.master is parts[0].master for p in parts):
         return {}
 
     def size() -> int:

@@ -194,14 +194,14 @@ class Dispatcher:
                     self._set.recorder.replayed(pending.slot.index)
                 elif self._may_count(answer, pending):
                     answers[i] = answer
-                elif leave is not None:
-                    leave()
             if died and calls[0].together:
                 raise ReplicaDied(
                     f"{died}. The chunks of a call with synchronised batch norm cannot run again "
                     "alone: repeat the step"
                 )
             todo = [i for i in todo if i not in answers]
+            if todo and leave is not None:
+                leave()
         return [answers[i] for i in range(len(calls))]
 
     def watch(
@@ -248,7 +248,7 @@ class Dispatcher:
             slot.client.send(request)  # [3]
         except Gone as gone:
             slot.pending = None
-            self._set.lost(slot, pending.life, call.phase, gone.cause)
+            self._set.lost(slot, pending.life, call.phase, str(gone))
             return None
         except Exception:  # it was not sent, so that the replica does not know this yet
             slot.pending = None
@@ -277,7 +277,7 @@ class Dispatcher:
             home = pending.call.home if pending.call is not None else _CPU
             answer = client.receive(self._set.options.call_timeout, home)
         except (Gone, TimeoutError) as error:
-            pending.gone = error.cause if isinstance(error, Gone) else str(error)
+            pending.gone = str(error)
             if isinstance(error, TimeoutError):
                 client.close()
             self._set.lost(slot, pending.life, phase, pending.gone)

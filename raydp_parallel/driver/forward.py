@@ -293,8 +293,8 @@ def run(
                 one.group = None if places is None else places(range(len(runs)))[one.number]
                 one.begin()
             slots = [one.chunk.slot for one in runs]
-            lacking = functools.partial(_lacking, [*masters.values()], slots)
-            spread = groups.direct(executor, slots, lacking)
+            lacking = functools.partial(runs[0].master.lacking, slots)
+            spread = groups.direct(executor, slots, lacking) if len(masters) == 1 else {}
             for one in runs:
                 one.place = spread.get(one.number)
             handle = GraphHandle([one.graph for one in runs if one.graph is not None])
@@ -304,9 +304,7 @@ def run(
             def verify(edited: list[bool] = edited) -> None:
                 edited.extend(master.verify() for master in masters.values())  # [5]
 
-            leave = None
-            if places is not None or spread:
-                leave = functools.partial(groups.forget, executor)
+            leave = functools.partial(groups.forget, executor) if places or spread else None
             try:
                 answers = executor.dispatcher.run(calls, verify, leave)  # [7]
             except BaseException:  # some may have been sent, and wait for the others
@@ -333,15 +331,6 @@ def run(
             groups.forget(executor)  # who failed has left it
         raise_first(answers, calls)
         return _outputs(executor, runs, answers, unused, handle, lend, places)
-
-
-def _lacking(masters: Sequence[Master], slots: Sequence[ReplicaSlot]) -> int:
-    """Count the bytes of weights that all replicas lack, and can get from one of them."""
-    master, *others = masters
-    known = {slot.revisions.get(master.number, 0) for slot in slots}
-    if others or len(known) > 1 or master.resident is not None:
-        return 0
-    return master.lacking(*known)
 
 
 def _look(master: Master, code: bool) -> None:

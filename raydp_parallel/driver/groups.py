@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import ChunkCall
@@ -71,7 +69,8 @@ def places(executor: Executor, chunks: Sequence[Any]) -> Places | None:
     if len(chunks) < 2 or not SyncBatchNorm.made:
         return None
     modules = {id(chunk.module): chunk.module for chunk in chunks}
-    if not any(map(_exchanges, modules.values())):
+    parts = [part for module in modules.values() for part in module.modules()]
+    if not any(isinstance(part, SyncBatchNorm) and part.exchanges for part in parts):
         return None
     if len(modules) > 1:
         raise ValueError("synchronised batch norm: apply each module alone")
@@ -153,7 +152,3 @@ def direct(
         return {}
     found = members(executor, slots)
     return found if found[0].nccl else {}
-
-
-def _exchanges(module: nn.Module) -> bool:
-    return any(isinstance(part, SyncBatchNorm) and part.exchanges for part in module.modules())

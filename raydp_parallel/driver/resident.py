@@ -19,6 +19,7 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,31 +51,21 @@ log = logging.getLogger("raydp_parallel")
 _MOST_TRIES = 6
 
 
+@dataclass
 class _Plan:
     """One step on its way, or the norm of gradients.
 
-    Args:
-        optimizer: The number of the optimizer.
-        values: Changes of its groups.
-        norm: Which norm is asked for; None makes a step.
-
     Attributes:
-        summed, zeros, given: Where gradients are, as in a `StepRequest`.
-        scale: The factor of the sums; None leaves them.
-        requests: Its requests, each with its slot and the life that it is for.
+        step: The request, but for the member's place in the group.
+        requests: Those that are sent, each with its slot and the life that it is for.
         sent: Those that were sent so far; None where the replica was gone.
         grouped: True if members exchange tensors.
     """
 
-    def __init__(self, optimizer: int, values: list[dict[str, Any]], norm: float | None) -> None:
-        self.optimizer, self.values, self.norm = optimizer, values, norm
-        self.summed: list[int] = []
-        self.zeros: list[int] = []
-        self.given: dict[int, Tensor] = {}
-        self.scale: Tensor | None = None
-        self.requests: list[tuple[ReplicaSlot, int, ChunkCall]] = []
-        self.sent: list[Pending | None] = []
-        self.grouped = False
+    step: StepRequest
+    requests: list[tuple[ReplicaSlot, int, ChunkCall]] = field(default_factory=list)
+    sent: list[Pending | None] = field(default_factory=list)
+    grouped: bool = False
 
 
 class Resident:
@@ -112,7 +103,7 @@ class Resident:
     @property
     def behind(self) -> int:
         """The steps that the driver's weights lack."""
-        coming = self._plan is not None and self._plan.norm is None
+        coming = self._plan is not None and self._plan.step.norm is None
         return self.steps + coming - self._weights_at
 
     # Optimizers.
@@ -403,19 +394,19 @@ class Resident:
         with self._executor.lock:
             self.collect()
             plan = self._planned(optimizer, [{} for _ in optimizer.param_groups], norm_type)
-            if plan.given or plan.scale is not None or not self._chunks(plan, self._members()):
+            step = plan.step
+            if step.given or step.scale is not None or not self._chunks(step, self._members()):
                 # They come here anyway.
                 params = [p for _, p in self._numbered(optimizer)]
                 limit = math.inf if most is None else most
                 return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error)
-            summed = plan.summed
             self._send(plan)
             norm: Tensor = self.collect().clone()
             if error:
                 torch.nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
             if most is not None:
                 scale = torch.clamp(most / (norm + 1e-6), max=1.0)
-                for number in summed:
+                for number in step.summed:
                     self._scales[number] = scale
                     stand = self._stands[number]()
                     if stand is not None:
@@ -424,27 +415,35 @@ class Resident:
 
     def _planned(self, optimizer: Any, values: list[dict[str, Any]], norm: float | None) -> _Plan:
         """Note where gradients are."""
-        plan = _Plan(optimizer.number, values, norm)
+        summed, zeros, given = list[int](), list[int](), dict[int, Tensor]()
         for number, p in self._numbered(optimizer):
             grad: Any = p.grad
             if grad is None:
                 continue
             if not self._is_mine(grad):
-                plan.given[number] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
+                given[number] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
             elif grad.touched:
-                plan.given[number] = grad.value()
+                given[number] = grad.value()
             elif grad.zeroed or not self._has[number]:
-                plan.zeros.append(number)
+                zeros.append(number)
             else:
-                plan.summed.append(number)
-        self._refuse_missed([*plan.summed, *plan.zeros])
-        scales = {id(self._scales.get(number)) for number in plan.summed}
+                summed.append(number)
+        self._refuse_missed([*summed, *zeros])
+        scales = {id(one): one for one in map(self._scales.get, summed)}
         if len(scales) > 1:  # some were clipped, and others were not
-            plan.given.update(self._sums(plan.summed))
-            plan.summed = []
-        elif plan.summed:
-            plan.scale = self._scales.get(plan.summed[0])
-        return plan
+            given.update(self._sums(summed))
+            summed, scales = [], {}
+        step = StepRequest(
+            model=self._master.number,
+            optimizer=optimizer.number,
+            values=values,
+            summed=tuple(summed),
+            scale=next(iter(scales.values()), None),
+            zeros=tuple(zeros),
+            given=given,
+            norm=norm,
+        )
+        return _Plan(step)
 
     def _members(self) -> list[ReplicaSlot]:
         """Return the slots that step, in the order of devices."""
@@ -452,9 +451,9 @@ class Resident:
         found = [slot for slot in dict.fromkeys(slots) if slot.ready]
         return found or [self._executor.replica_set.choose(slots[0], {})]
 
-    def _chunks(self, plan: _Plan, members: Sequence[ReplicaSlot]) -> list[int]:
+    def _chunks(self, step: StepRequest, members: Sequence[ReplicaSlot]) -> list[int]:
         """Return the chunks that have kept gradients, if members can sum these among themselves."""
-        having = {frozenset(self._has[number]) for number in plan.summed}
+        having = {frozenset(self._has[number]) for number in step.summed}
         if len(having) != 1 or (len(members) > 1 and self._executor.options.in_process):
             return []
         chunks = sorted(*having)
@@ -470,35 +469,25 @@ class Resident:
         members = self._members()
         for slot in members:
             self.ready(slot)
-        chunks = self._chunks(plan, members)
+        step = plan.step
+        chunks = self._chunks(step, members)
         if not chunks:
-            plan.given.update(self._sums(plan.summed))
-            plan.summed, plan.scale = [], None
-        last = [(slot, slot.life) for slot in members], plan.summed
-        again = bool(plan.summed) and self._normed == last
-        self._normed = last if plan.norm is not None else ()
-        plan.grouped = bool(plan.summed) and len(members) > 1 and not again
+            given = {**step.given, **self._sums(step.summed)}
+            step = step._replace(given=given, summed=(), scale=None)
+        last = [(slot, slot.life) for slot in members], step.summed
+        again = bool(step.summed) and self._normed == last
+        self._normed = last if step.norm is not None else ()
+        plan.grouped = bool(step.summed) and len(members) > 1 and not again
         places: dict[int, ExchangeRequest] = {}
         if plan.grouped:
             places = groups.members(executor, members)
         threads = executor.replica_set.threads(len(members))
+        plan.step = step._replace(
+            chunks=tuple(chunks), again=again, number=self.steps, threads=threads
+        )
         plan.requests, plan.sent = [], []
         for i, slot in enumerate(members):
-            request = StepRequest(
-                model=self._master.number,
-                optimizer=plan.optimizer,
-                values=plan.values,
-                summed=tuple(plan.summed),
-                chunks=tuple(chunks),
-                again=again,
-                scale=plan.scale,
-                zeros=tuple(plan.zeros),
-                given=plan.given,
-                exchange=places.get(i),
-                norm=plan.norm,
-                number=self.steps,
-                threads=threads,
-            )
+            request = plan.step._replace(exchange=places.get(i))
             plan.requests.append((slot, slot.life, self._asking(slot, request)))
         self._plan = plan
         self._go_on(plan)
@@ -516,17 +505,19 @@ class Resident:
 
     def collect(self) -> Any:
         """Take the answers to the last step, and make it again if no replica could."""
+        executor = self._executor
         while self._plan is not None:
             plan = self._plan
             self._go_on(plan)
-            self._wait(plan)
+            if plan.grouped:
+                executor.dispatcher.watch(plan.sent, lambda: groups.forget(executor))
             done: list[tuple[ReplicaSlot, int]] = []
             tried: list[tuple[ReplicaSlot, int]] = []
             failed, unread, value = None, None, None
             for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
-                if pending is None or pending.answer is None:
+                answer = None if pending is None else executor.dispatcher.receive(pending)
+                if pending is None or answer is None:
                     continue
-                answer = pending.answer
                 if answer.lacking and answer.failure is not None:  # it could not read the step
                     unread = slot, answer.failure
                     continue
@@ -542,7 +533,7 @@ class Resident:
                     done.append((slot, life))
             done = done or tried  # an exception of all: what they did is the step
             if len(done) < len(plan.sent):
-                groups.forget(self._executor)
+                groups.forget(executor)
             if not done:  # nobody that lives has stepped
                 if unread is not None:
                     self._plan, self._normed = None, ()
@@ -550,9 +541,9 @@ class Resident:
                 self._send(plan)
                 continue
             self._plan = None
-            if plan.norm is None:
+            if plan.step.norm is None:
                 self.steps += 1
-                self.optimizers[plan.optimizer].stepped(plan.values)
+                self.optimizers[plan.step.optimizer].stepped(plan.step.values)
                 self._trips = dict.fromkeys(self._trips)  # they cannot run again with new weights
                 self._held.update((slot, (life, self.steps)) for slot, life in done)
                 for slot, _, _ in plan.requests if len(done) < len(plan.sent) else ():
@@ -562,14 +553,6 @@ class Resident:
                 exceptions.reraise(failed[1], str(failed[0]))
             return value
         return None
-
-    def _wait(self, plan: _Plan) -> None:
-        dispatcher = self._executor.dispatcher
-        if plan.grouped:
-            dispatcher.watch(plan.sent, lambda: groups.forget(self._executor))
-        for pending in plan.sent:
-            if pending is not None:
-                dispatcher.receive(pending)
 
     # The driver's copy.
 

@@ -30,13 +30,13 @@ from raydp_parallel.wire.messages import (
     Answer,
     BackwardRequest,
     CaughtWarning,
+    ExchangeRequest,
     Failure,
     ForwardRequest,
     GradientsRequest,
     ResumeRequest,
     SnapshotRequest,
     StateUpdate,
-    StepRequest,
     Writes,
 )
 from raydp_parallel.wire.windows import Layout
@@ -137,14 +137,15 @@ class Replica:
             self._residents[module] = Resident(module)
         return self._residents[module]
 
-    def train(
-        self, request: ResumeRequest | SnapshotRequest | GradientsRequest | StepRequest
-    ) -> Answer:
-        """Answer what a driver with an optimizer in the replicas asks for."""
+    def train(self, request: Any) -> Answer:
+        """Join a group, or answer what a driver with an optimizer in the replicas asks for."""
         begun = time.perf_counter()
         notes = _Notes()
         self.settle()
         with self._noting(None, notes):
+            if isinstance(request, ExchangeRequest):
+                self._exchange(request)
+                return self._answer(notes, begun)
             if isinstance(request, ResumeRequest):
                 module = self._updated(request.model, request.update)
                 if module.lacking:
@@ -304,7 +305,8 @@ class Replica:
             return
         for at, one in zip(places, sums or [None] * len(places), strict=True):
             grads[at] = one
-        notes.reached = tuple([at in places for at in range(len(grads))])
+        there = {*places}
+        notes.reached = tuple([at in there for at in range(len(grads))])
 
     def _differentiate(self, request: BackwardRequest, notes: _Notes) -> None:
         home = self.graphs[request.graph]

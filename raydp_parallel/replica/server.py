@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from raydp_parallel.errors import ReplicaError
-from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.replica import Replica
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.group import Exchange
@@ -24,7 +23,7 @@ from raydp_parallel.wire.messages import (
     StepRequest,
 )
 
-_TRAINING = ResumeRequest, SnapshotRequest, GradientsRequest, StepRequest
+_TRAINING = ExchangeRequest, ResumeRequest, SnapshotRequest, GradientsRequest, StepRequest
 
 
 class ReplicaServer:
@@ -46,12 +45,6 @@ class ReplicaServer:
         if isinstance(request, Forget):
             self._replica.forget(request.forget)
             return Answer(value=(len(self._replica.models), len(self._replica.graphs)))
-        if isinstance(request, ExchangeRequest):
-            try:
-                self._exchange(request)
-            except Exception as error:
-                return Answer(failure=exceptions.failure(error, None))
-            return Answer()
         if isinstance(request, _TRAINING):
             return self._replica.train(request)
         raise ReplicaError(f"a replica got a {type(request).__name__}, which it does not know")

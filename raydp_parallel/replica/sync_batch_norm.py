@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from raydp_parallel.wire.group import Exchange
+from raydp_parallel.wire.group import END, Exchange
 
 current: Exchange | None = None
 """The group of the call that this process runs just now; None if a chunk runs without others."""
@@ -31,7 +31,7 @@ def taking_part(exchange: Exchange, layers: bool) -> Iterator[None]:
     try:
         yield
         if layers:
-            exchange.end()
+            exchange.meet(END, 0)
     except BaseException:
         exchange.close()
         raise

@@ -416,17 +416,15 @@ class Master:
 
     # What replicas need.
 
-    def lacking(self, revision: int) -> int:
-        """Count the bytes of contents that changed since a state; 0 if some of them cannot lie in
-        one run of memory.
-        """
-        size = 0
-        for number, tensor in self.tensors.items():
-            if self._content_at[number] > revision:
-                if number not in self._plain or not is_dense(tensor):
-                    return 0
-                size += tensor.nbytes
-        return size
+    def lacking(self, slots: Sequence[Any]) -> int:
+        """Count the bytes that all replicas lack, if that can lie in one run of memory."""
+        known = {slot.revisions.get(self.number, 0) for slot in slots}
+        if len(known) > 1 or self.resident is not None:
+            return 0
+        found = [(n, t) for n, t in self.tensors.items() if self._content_at[n] > max(known)]
+        if not all([n in self._plain and is_dense(t) for n, t in found]):
+            return 0
+        return sum([t.nbytes for _, t in found])
 
     @plainly
     def update_from(

@@ -7,33 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raydp_parallel.devices import memory
 from raydp_parallel.wire import codec
-from raydp_parallel.wire.windows import Layout
+from raydp_parallel.wire.windows import Layout, Run
 
 Flat = tuple[bytes, bytes, Any]
 """A message: its pickle, the pickled specs of its tensors, and their bytes as an array."""
-
-
-class _Run:
-    """A flat run of bytes in the place of a window."""
-
-    registered = False
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-
-    def views(self, layout: Layout) -> list[Tensor]:
-        return layout.views(self.memory)
 
 
 def flat(message: Any) -> Flat:
     """Take a message apart."""
     packet = codec.encode(message)
     layout = Layout(packet.specs)
-    run = _Run(torch.empty(layout.size, dtype=torch.uint8, device="cpu"))
+    run = Run(layout.size)
+    run.memory = torch.empty(layout.size, dtype=torch.uint8, device="cpu")
     if packet.tensors:
         memory.download(packet.tensors, layout, run)
     return packet.body, pickle.dumps(packet.specs), run.memory.numpy()
@@ -42,6 +30,7 @@ def flat(message: Any) -> Flat:
 def unflat(parts: Flat, device: torch.device) -> Any:
     """Put a message together. The bytes are copied: those in Ray's object store are read-only."""
     body, specs, data = parts
-    run = _Run(torch.from_numpy(np.array(data)))
+    run = Run(data.nbytes)
+    run.memory = torch.from_numpy(np.array(data))
     tensors, *_ = memory.upload(Layout(pickle.loads(specs)), run, device)
     return codec.decode(body, tensors)

@@ -28,7 +28,7 @@ from raydp_parallel.wire.messages import ExchangeRequest
 
 dist: Any = distributed  # torch's stubs lack most of what is needed to make a group directly
 
-_END = -1
+END = -1
 """The mark of a member that has ended its part of a call."""
 _SUM, _SHARE = 1 << 20, 1 << 21
 """Marks of sums, which those of layers do not reach."""
@@ -177,14 +177,6 @@ class Exchange:
         found = self.share(total, _SHARE) if root is None else self.give(total, root, _SHARE)
         return [] if found is None else _pieces(found.view(-1), like)
 
-    def end(self) -> None:
-        """Tell the others that this member has ended its part of a call.
-
-        Raises:
-            RuntimeError: One of them has not.
-        """
-        self.meet(_END, 0)
-
     def exists(self) -> bool:
         """Tell if the driver has not closed the group."""
         try:
@@ -215,7 +207,7 @@ class Exchange:
         seen = [(int(mark), int(size)) for mark, size in rows.tolist()]
         if len({*seen}) == 1:
             return
-        ended = [rank for rank, (mark, _) in enumerate(seen) if mark == _END]
+        ended = [rank for rank, (mark, _) in enumerate(seen) if mark == END]
         others = [rank for rank in range(self.size) if rank not in ended]
         places = ", ".join(f"chunk {rank} at number {seen[rank][0]}" for rank in others)
         text = f"chunks {ended} have ended, while chunks {others} wait" if ended else places
@@ -258,11 +250,9 @@ class Exchange:
 
 def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Cut a flat run into tensors of these shapes."""
-    pieces, at = [], 0
-    for t in like:
-        pieces.append(flat[at : at + t.numel()].view(t.shape))
-        at += t.numel()
-    return pieces
+    sizes = [t.numel() for t in like]
+    runs = flat[: sum(sizes)].split(sizes)
+    return [run.view(t.shape) for run, t in zip(runs, like, strict=True)]
 
 
 def _drop(groups: list[Any]) -> None:

@@ -221,15 +221,15 @@ class StepRequest(NamedTuple):
     optimizer: int
     values: list[dict[str, Any]]
     summed: tuple[int, ...]
-    chunks: tuple[int, ...]
-    again: bool
     scale: Tensor | None
     zeros: tuple[int, ...]
     given: dict[int, Tensor]
-    exchange: ExchangeRequest | None
     norm: float | None
-    number: int
-    threads: int | None
+    chunks: tuple[int, ...] = ()
+    again: bool = False
+    exchange: ExchangeRequest | None = None
+    number: int = 0
+    threads: int | None = None
 
 
 class Failure(NamedTuple):

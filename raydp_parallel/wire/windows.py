@@ -90,7 +90,7 @@ class Layout:
         return Layout([self.specs[i] for i in numbers])
 
 
-class _Run:
+class Run:
     """Memory in which rows of tensors lie.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Run:
         return found[1]
 
 
-class GpuWindow(_Run):
+class GpuWindow(Run):
     """Memory of a GPU on which both processes compute.
 
     It is exported once and opened once: torch's counts of readers are wrong otherwise.
@@ -147,7 +147,7 @@ _NUMBER = 6
 """Where torch's description of a shared tensor has the number of its GPU."""
 
 
-class Window(_Run):
+class Window(Run):
     """Shared memory of this process, or of another one that sent its descriptor.
 
     Attributes:
