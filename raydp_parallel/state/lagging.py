@@ -18,7 +18,8 @@ PLAINLY: Any = nn.Parameter.__torch_function__
 """Calls a function, as torch does, so that it sees parameters as ordinary ones."""
 
 _PROPERTIES = (
-    *("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_leaf", "requires_grad", "grad"),
+    *("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "nbytes"),
+    *("is_cpu", "is_cuda", "is_meta", "is_nested", "is_quantized", "is_sparse", "itemsize"),
     *("_backward_hooks", "_post_accumulate_grad_hooks"),
 )
 _GRAD: Any = Tensor.grad

@@ -43,6 +43,7 @@ from raydp_parallel.devices.cuda import describe
 from raydp_parallel.errors import TransferError
 from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.state.lagging import plainly
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.messages import Answer
@@ -133,6 +134,7 @@ class FakeGpus(TorchDispatchMode):
 
     # where tensors lie
 
+    @plainly
     def home(self, t: Tensor) -> torch.device:
         """Return the run that holds a tensor."""
         if t.layout is not torch.strided or t.is_meta or _device.__get__(t) != CPU:
