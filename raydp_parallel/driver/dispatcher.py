@@ -176,7 +176,7 @@ class Dispatcher:
                 meanwhile()
                 meanwhile = None
             if leave is not None:
-                self.watch([sent.get(i) for i in todo], leave)
+                self.watch([sent.get(i) for i in todo], leave, self._set.options.call_timeout)
             # Answers are taken in the order of chunks; the slowest one decides anyway.
             died = ""
             for i, pending in sent.items():
@@ -205,13 +205,13 @@ class Dispatcher:
         return [answers[i] for i in range(len(calls))]
 
     def watch(
-        self, sent: Sequence[Pending | None], leave: Callable[[], None], seconds: float = math.inf
+        self, sent: Sequence[Pending | None], leave: Callable[[], None], seconds: float | None
     ) -> None:
         """Wait until the members of a group have answered. If one of them dies, or was not reached,
         or they take longer, let the others leave: they may wait for it.
         """
-        until = time.monotonic() + seconds
-        waited = [one for one in sent if one is not None and one.answer is None]
+        until = time.monotonic() + (seconds or math.inf)
+        waited = [one for one in sent if one is not None and one.answer is None and one.lives]
         while not all([one.slot.client.ready(_LOOK / len(waited)) for one in waited]):
             lives = [one is not None and one.lives for one in sent]
             if not all(lives) or time.monotonic() > until:

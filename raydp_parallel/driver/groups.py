@@ -51,7 +51,7 @@ class _Group:
         host = "127.0.0.1" if near else ray_api.own_address()
         self._store: Any = open_store(host)
         address, name = (host, int(self._store.port)), f"group {next(_names)}"
-        links = [slot.client.link for slot in slots]
+        links = [getattr(slot.client, "link", "") for slot in slots]
         root = links.index("ipc") if "ipc" in links else 0
         self.nccl = nccl
         self.places = {
@@ -97,8 +97,7 @@ def members(executor: Executor, slots: Sequence[ReplicaSlot]) -> dict[int, Excha
         if group.nccl and not _join(executor, slots, group):
             group = _Group(slots, patience, False)
         executor.groups[key] = group
-    found: dict[int, ExchangeRequest] = executor.groups[key].places
-    return found
+    return executor.groups[key].places  # type: ignore[no-any-return]
 
 
 def forget(executor: Executor) -> None:
@@ -137,8 +136,8 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bo
         again = executor.failed_joins < _MOST_JOINS
         log.warning("NCCL is left out%s: %s", " for now" * again, problem or died)
         return False
-    seconds = time.monotonic() - begun
-    log.info("weights and gradients of %d GPUs go by NCCL (tried in %.1f s)", len(slots), seconds)
+    text = "weights and gradients of %d GPUs go by NCCL (tried in %.1f s)"
+    log.info(text, len(slots), time.monotonic() - begun)
     return True
 
 

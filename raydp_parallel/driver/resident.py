@@ -146,7 +146,7 @@ class Resident:
     def keeps(self, parameter: Tensor) -> bool:
         """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
         number = self._master.slot(parameter)
-        if number not in self._master.trained:
+        if number not in self._master.trained or parameter.dtype.is_complex:  # gloo has none
             return False
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return False
@@ -510,7 +510,8 @@ class Resident:
             plan = self._plan
             self._go_on(plan)
             if plan.grouped:
-                executor.dispatcher.watch(plan.sent, lambda: groups.forget(executor))
+                limit = executor.options.call_timeout
+                executor.dispatcher.watch(plan.sent, lambda: groups.forget(executor), limit)
             done: list[tuple[ReplicaSlot, int]] = []
             tried: list[tuple[ReplicaSlot, int]] = []
             failed, unread, value = None, None, None

@@ -291,10 +291,12 @@ class Replica:
         slots, grads = self.graphs[request.graph].slots, notes.value
         chosen: dict[torch.dtype, list[int]] = {}
         for at, (code, grad) in enumerate(zip(request.needed, grads, strict=True)):
-            if code == SUMMED and type(grad) is Tensor and grad.layout is torch.strided:
+            plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_complex()
+            if code == SUMMED and plain:
                 chosen.setdefault(grad.dtype, []).append(at)
         places = [at for row in chosen.values() for at in row]
         sums: list[Tensor | None] = []
+        reached = [False] * len(grads)
         exchange = self._exchange(request.group)
         try:
             exchange.meet(0, hash(tuple([slots[at] for at in places])))
@@ -303,10 +305,12 @@ class Replica:
                 sums += exchange.add(own, own, range(exchange.size), request.group.root)
         except (Abandoned, Differing):
             return
+        except torch.OutOfMemoryError:
+            exchange.close()  # the others do not wait for this one
+            return
         for at, one in zip(places, sums or [None] * len(places), strict=True):
-            grads[at] = one
-        there = {*places}
-        notes.reached = tuple([at in there for at in range(len(grads))])
+            grads[at], reached[at] = one, True
+        notes.reached = tuple(reached)
 
     def _differentiate(self, request: BackwardRequest, notes: _Notes) -> None:
         home = self.graphs[request.graph]

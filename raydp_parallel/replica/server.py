@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raydp_parallel.errors import ReplicaError
+from raydp_parallel.replica import sync_batch_norm
 from raydp_parallel.replica.replica import Replica
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.group import Exchange
@@ -17,13 +17,7 @@ from raydp_parallel.wire.messages import (
     ExchangeRequest,
     Forget,
     ForwardRequest,
-    GradientsRequest,
-    ResumeRequest,
-    SnapshotRequest,
-    StepRequest,
 )
-
-_TRAINING = ExchangeRequest, ResumeRequest, SnapshotRequest, GradientsRequest, StepRequest
 
 
 class ReplicaServer:
@@ -45,9 +39,7 @@ class ReplicaServer:
         if isinstance(request, Forget):
             self._replica.forget(request.forget)
             return Answer(value=(len(self._replica.models), len(self._replica.graphs)))
-        if isinstance(request, _TRAINING):
-            return self._replica.train(request)
-        raise ReplicaError(f"a replica got a {type(request).__name__}, which it does not know")
+        return self._replica.train(request)
 
     def settle(self) -> None:
         """Tidy up, once the answer is away."""
@@ -74,5 +66,6 @@ class ReplicaServer:
                     self._groups.pop(name).close()
             made = self._groups[request.name] = Exchange(request, self._replica.device)
             if request.nccl:
-                trial.try_group(made, self._replica.device)
+                with sync_batch_norm.taking_part(made, layers=False):
+                    trial.try_group(made, self._replica.device)
         return self._groups[request.name]

@@ -8,11 +8,12 @@ Who fails closes its sockets, which the others notice, as they notice a death.
 
 [Note: NCCL]
 These numbers go by gloo in any case, and tensors by NCCL where each member has a GPU of its own.
-NCCL does not notice a death: a member that waits looks whether the driver has closed the store.
+NCCL does not notice a death: who waits looks whether the driver has closed the group's store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -98,7 +99,7 @@ class Exchange:
         host, port = request.address
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(host, port))]
-        options._timeout = min(self._patience, timedelta(seconds=60))  # for one that dies now
+        options._timeout = min(self._patience, timedelta(seconds=10))  # for one that dies now
         options._threads = 2
         try:
             self._store = dist.TCPStore(host, port, is_master=False, timeout=self._patience)
@@ -190,9 +191,7 @@ class Exchange:
         groups, begun = [self._gloo, self._nccl], self._begun
         self._gloo = self._nccl = self._begun = None
         self.closed = True
-        if groups[1] is not None or (begun is not None and not begun.is_completed()):
-            # The destructor waits for what is in flight, which ends with the others' sockets.
-            threading.Thread(target=_drop, args=[groups], daemon=True).start()
+        threading.Thread(target=_drop, args=[groups, begun], daemon=True).start()
 
     def meet(self, mark: int, size: int) -> None:
         """Wait until all members are at the same exchange.
@@ -229,23 +228,24 @@ class Exchange:
         if group is None:
             raise Abandoned("this replica has left the group of the call's replicas")
         options.timeout = self._patience
+        looked, until = time.monotonic(), time.monotonic() + self._patience.total_seconds()
         try:
             self._begun = work = getattr(group, verb)(*tensors, options)
-            if group is self._nccl:
-                self._await(work)
+            while not work.is_completed():
+                if group is self._nccl:
+                    time.sleep(_PAUSE)
+                else:
+                    with contextlib.suppress(RuntimeError):  # it is late, or has failed, and ended
+                        work.wait(timedelta(seconds=_LOOK))
+                if time.monotonic() > looked + _LOOK:
+                    looked = time.monotonic()
+                    if looked > until or not self.exists():
+                        raise Abandoned("they are gone")
             work.wait(self._patience)
         except RuntimeError as error:
+            self.close()
             text = str(error).split(" This is typically")[0]
             raise Abandoned(f"the replicas of other chunks did not answer: {text}") from None
-
-    def _await(self, work: Any) -> None:
-        looked, until = time.monotonic(), time.monotonic() + self._patience.total_seconds()
-        while not work.is_completed():
-            if time.monotonic() > looked + _LOOK:
-                looked = time.monotonic()
-                if looked > until or not self.exists():
-                    raise Abandoned("they are gone")
-            time.sleep(_PAUSE)
 
 
 def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -255,9 +255,12 @@ def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [run.view(t.shape) for run, t in zip(runs, like, strict=True)]
 
 
-def _drop(groups: list[Any]) -> None:
+def _drop(groups: list[Any], begun: Any) -> None:
+    """Wait for what is in flight, as whoever has the last reference does, and close the sockets."""
     if groups[1] is not None:
         groups[1].abort()  # ends what waits on the GPU
+    with contextlib.suppress(AttributeError, RuntimeError):
+        begun.wait()
     groups.clear()
 
 
