@@ -121,7 +121,7 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bo
     for slot, place in zip(slots, group.places.values(), strict=True):
         sent.append(dispatcher.send(slot, ChunkCall(slot, "join", lambda _, p=place: p, 0)))  # type: ignore[misc]
     dispatcher.watch(sent, group.close, _TRIAL)
-    problem, died = "", ""
+    problem, died, late = "", "", ""
     for slot, pending in zip(slots, sent, strict=True):
         if pending is not None and not slot.client.ready(_GRACE):
             problem = f"{slot} hangs in NCCL"
@@ -129,8 +129,11 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bo
         answer = None if pending is None else dispatcher.receive(pending)
         if answer is None:
             died = f"{slot} died"
-        elif answer.failure is not None and not answer.failure.name.endswith("Abandoned"):
+        elif answer.failure is not None and answer.failure.name.endswith("Abandoned"):
+            late = answer.failure.text.splitlines()[-1]
+        elif answer.failure is not None:
             problem = answer.failure.text.splitlines()[-1]
+    problem = problem or ("" if died else late)
     if problem or died:
         executor.failed_joins += _MOST_JOINS if problem else 1
         again = executor.failed_joins < _MOST_JOINS

@@ -122,7 +122,7 @@ class Exchange:
         self.meet(mark, rows[0].nbytes)
         own = self._near(rows)
         got = torch.empty_like(own)
-        self._do(self._data, "alltoall_base", dist.AllToAllOptions(), got, own, [], [])
+        self._do("alltoall_base", dist.AllToAllOptions(), got, own, [], [])
         return got.to(rows.device)
 
     def share(self, row: Tensor, mark: int = 0) -> Tensor:
@@ -130,7 +130,7 @@ class Exchange:
         self.meet(mark, row.nbytes)
         own, options = self._near(row), dist.distributed_c10d.AllgatherOptions()
         got = own.new_empty(self.size * row.numel())
-        self._do(self._data, "_allgather_base", options, got, own.view(-1))
+        self._do("_allgather_base", options, got, own.view(-1))
         return got.view(self.size, *row.shape).to(row.device)
 
     def give(self, row: Tensor, root: int, mark: int = 0) -> Tensor | None:
@@ -140,7 +140,7 @@ class Exchange:
         sent = [count if rank == root else 0 for rank in range(self.size)]
         taken = [count if self.rank == root else 0] * self.size
         got = own.new_empty(sum(taken))
-        self._do(self._data, "alltoall_base", options, got, own, taken, sent)
+        self._do("alltoall_base", options, got, own, taken, sent)
         return got.view(self.size, count).to(row.device) if self.rank == root else None
 
     def spread(self, run: Tensor, root: int, mark: int = 0) -> None:
@@ -148,7 +148,7 @@ class Exchange:
         self.meet(mark, run.nbytes)
         own, options = self._near(run), dist.BroadcastOptions()
         options.rootRank = root
-        self._do(self._data, "broadcast", options, [own])
+        self._do("broadcast", options, [own])
         if own is not run:
             run.copy_(own)
 
@@ -202,7 +202,7 @@ class Exchange:
         """
         own = torch.tensor([mark, size], device="cpu").expand(self.size, -1).contiguous()
         rows = torch.empty_like(own)
-        self._do(self._gloo, "alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
+        self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [], marks=True)
         seen = [(int(mark), int(size)) for mark, size in rows.tolist()]
         if len({*seen}) == 1:
             return
@@ -219,12 +219,9 @@ class Exchange:
         """Bring a tensor to the memory in which the group works."""
         return t.detach().contiguous().to(self._device)
 
-    @property
-    def _data(self) -> Any:
-        return self._gloo if self._nccl is None else self._nccl
-
-    def _do(self, group: Any, verb: str, options: Any, *tensors: Any) -> None:
-        """Let all members do one operation, and wait until it is done."""
+    def _do(self, verb: str, options: Any, *tensors: Any, marks: bool = False) -> None:
+        """Let all members do one operation, and wait until it is done. Marks go by gloo."""
+        group = self._gloo if marks or self._nccl is None else self._nccl
         if group is None:
             raise Abandoned("this replica has left the group of the call's replicas")
         options.timeout = self._patience

@@ -793,3 +793,21 @@ def test_T4_nonsense(two: Executor) -> None:
         assert isinstance(error, kind) and text in str(error), error
     model(torch.ones(4, 2)).sum().backward()  # nothing of these is left
     assert type(model.module.weight.grad) is Tensor
+
+
+@pytest.mark.timeout(60)
+def test_T1_complex_parameters_are_trained(two: Executor) -> None:
+    """Their gradients come to the driver: groups carry none."""
+    torch.manual_seed(0)
+    net = nn.ParameterList([torch.randn(4, dtype=torch.complex64)])
+    plain, x = copy.deepcopy(net), torch.randn(4, 4)
+    model = DataParallel(net, executor=two)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.run(lambda one, rows: (rows * one[0]).abs(), x).mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        (x * plain[0]).abs().mean().backward()
+        plain[0].data.sub_(plain[0].grad, alpha=0.1)  # type: ignore[arg-type]
+    torch.testing.assert_close(net[0], plain[0])

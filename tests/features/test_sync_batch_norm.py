@@ -5,6 +5,7 @@ the plain module on the whole batch, in double precision.
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from raydp_parallel import (
     parallel_apply,
     replicate,
 )
+from raydp_parallel.driver.dispatcher import Dispatcher
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 
 
@@ -240,3 +242,49 @@ def test_X3_a_death_raises(killable: Executor, tmp_path: Path, moment: str) -> N
     model.zero_grad()
     model(rows(8), chunk)[0].cos().sum().backward()
     assert all(p.grad is not None for p in model.module.first.parameters())
+
+
+@pytest.mark.timeout(60)
+def test_X3_nobody_waits_for_a_request_that_ctrl_c_has_held_back(
+    two: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk that was sent gives up at once, and the next call works."""
+    model = DataParallel(convert_sync_batchnorm(nn.BatchNorm1d(3)), executor=two)
+    expected = model(rows(8)[:, :3])
+    send, sent = Dispatcher.send, []
+
+    def interrupted(self: Dispatcher, *args: Any) -> Any:
+        sent.append(args)
+        if len(sent) == 2:
+            raise KeyboardInterrupt
+        return send(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Dispatcher, "send", interrupted)
+        model(rows(8)[:, :3])
+    assert torch.equal(model(rows(8)[:, :3]), expected)
+
+
+class Hanging(nn.Module):
+    """Never ends for rows of the second chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Wait for ever, or normalise."""
+        if x[0] > 0:
+            threading.Event().wait()
+        found: Tensor = self.norm(x)
+        return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_X3_the_limit_of_a_call_holds() -> None:
+    """Also for a chunk that others wait for."""
+    with Executor(["cpu", "cpu"], options=Options(call_timeout=3.0)) as executor:
+        model = DataParallel(convert_sync_batchnorm(Hanging()), executor=executor)
+        with pytest.raises(ReplicaDied, match="call_timeout"):
+            model(torch.tensor([[0.0], [0.0], [1.0], [1.0]]))

@@ -31,7 +31,7 @@ from raydp_parallel.driver import groups  # noqa: E402
 
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 groups._LEAST = 1
-if how == "hangs":
+if how in ("hangs", "stalls"):
     groups._TRIAL, groups._GRACE = 2.0, 1.0
 folder, devices = Path(os.environ["RAYDP_FAKE_NCCL_FOLDER"]), list(range(int(count)))
 early = {k: os.environ[k] for k in ("RAYDP_FAKE_NCCL", "RAYDP_FAKE_NCCL_FOLDER")}
