@@ -115,7 +115,7 @@ class Executor:
     def master(self, module: nn.Module) -> Master:
         """Return the driver's side of a module, which all its wrappers share."""
         found = self._masters.get(id(module))
-        if found is None:
+        if found is None or found._module() is None:
             found = self._masters[id(module)] = Master(module, self.next_key())
             drop = weakref.finalize(module, _drop, weakref.ref(self), id(module), found.number)
             drop.atexit = False
