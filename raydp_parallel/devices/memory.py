@@ -25,6 +25,10 @@ _CPU = torch.device("cpu")
 _TRIED = 1 << 20
 """Bytes that are copied both ways before memory of this kind is registered."""
 
+_ROWS = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
+_ROWS |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128}
+"""The dtypes of which CUDA copies a row at once; it refuses a row of some others."""
+
 _pinned: dict[tuple[torch.device, str], Tensor] = {}
 
 
@@ -41,6 +45,29 @@ def _staging(device: torch.device, way: str, size: int) -> Tensor:
 def gpu_of(tensors: list[Tensor]) -> torch.device | None:
     """Return the first GPU on which one of the tensors lies."""
     return next((t.device for t in tensors if t.device.type != "cpu"), None)
+
+
+@torch.no_grad()
+def copy_row(into: list[Tensor], values: list[Tensor]) -> None:
+    """Copy each tensor to one of its dtype and shape. On a GPU torch makes one kernel of a row if
+    all of it has one dtype, and one for each tensor otherwise.
+    """
+    if not into:
+        return
+    if into[0].device.type == "cpu":
+        torch._foreach_copy_(into, values)
+        return
+    rows: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for there, value in zip(into, values, strict=True):
+        row = rows.setdefault(value.dtype, ([], []))
+        row[0].append(there)
+        row[1].append(value)
+    for dtype, row in rows.items():
+        if dtype in _ROWS:
+            torch._foreach_copy_(*row)
+        else:
+            for there, value in zip(*row, strict=True):
+                there.copy_(value)
 
 
 @torch.no_grad()
@@ -66,7 +93,7 @@ def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
             host = _staging(gpu, "down", part.size)
             torch._foreach_copy_(part.views(host), [tensors[i].cpu() for i in rest])
             up = part.views(host.to(gpu, non_blocking=True))
-            torch._foreach_copy_([views[i] for i in rest], up)
+            copy_row([views[i] for i in rest], up)
         stream.synchronize()
         return stream
     flat = torch.empty(layout.size, dtype=torch.uint8, device=gpu)
@@ -86,8 +113,7 @@ def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
 def _copy_some(into: list[Tensor], tensors: list[Tensor], chosen: list[int]) -> None:
     if len(chosen) < len(tensors):
         into, tensors = [into[i] for i in chosen], [tensors[i] for i in chosen]
-    if chosen:
-        torch._foreach_copy_(into, tensors)
+    copy_row(into, tensors)
 
 
 def total(run: Tensor) -> int:

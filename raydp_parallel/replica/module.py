@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Codes, build, look
@@ -94,11 +95,10 @@ class Built:
 
     def gather(self, pristine: dict[int, Tensor], device: torch.device) -> None:
         """Let the contents of buffers lie in one run of memory, which is copied as a whole."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=device)
             views = self.layout.views(self.flat)
-            if views:
-                torch._foreach_copy_(views, [pristine[slot] for slot in self.buffers])
+            copy_row(views, [pristine[slot] for slot in self.buffers])
         pristine.update(zip(self.buffers, views, strict=True))
 
     def put(self, tensors: dict[int, Tensor]) -> None:
@@ -276,9 +276,7 @@ class ReplicaModule:
                 into.append(kept)
                 values.append(value)
         self._lost -= given
-        if into:
-            with torch.no_grad():
-                torch._foreach_copy_(into, values)
+        copy_row(into, values)
         # Versions are the master's own numbers: torch's check of saved tensors finds the same here.
         self._versions.update(news.versions)
         set_versions([self._tensors[slot] for slot in news.versions], news.versions.values())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import batch
-from raydp_parallel.devices import ambient, threads
+from raydp_parallel.devices import ambient, memory, threads
 from raydp_parallel.replica import engine, exceptions, sync_batch_norm
 from raydp_parallel.replica.module import Built, Found, ReplicaModule
 from raydp_parallel.replica.resident import Resident
@@ -184,7 +184,7 @@ class Replica:
             run = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
             views = layout.views(run)
             if update.contents:
-                torch._foreach_copy_(views, update.contents)
+                memory.copy_row(views, update.contents)
             exchange.spread(run, place.root)
         return update._replace(contents=Row(views, flags=False))
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state import sources
 from raydp_parallel.state.lagging import PLAINLY, Lagging, plainly
 from raydp_parallel.state.look import Codes, check_devices, look
@@ -118,9 +119,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     layout = Layout(specs_of(tensors))
     device = tensors[0].device if tensors else _CPU
     found = layout.views(torch.empty(layout.size, dtype=torch.uint8, device=device))
-    if found:
-        with torch.no_grad():
-            torch._foreach_copy_(found, [*tensors])
+    copy_row(found, [*tensors])
     return found
 
 
@@ -339,9 +338,7 @@ class Master:
                     values.append(t)
                 else:
                     self._shadows[number] = _shadow(t)
-        if into:
-            with torch.no_grad():
-                torch._foreach_copy_(into, values)
+        copy_row(into, values)
 
     def leaves(self) -> list[tuple[Tensor, str]]:
         """List the tensors that require a gradient, by slot, with their kinds."""
@@ -529,9 +526,7 @@ class Master:
             else:
                 into.append(tensor)
                 values.append(value)
-        if into:
-            with torch.no_grad():
-                torch._foreach_copy_(into, values)
+        copy_row(into, values)
         moved = [by for _, _, by, _ in found]
         after = [a + b for a, b in zip(versions, moved, strict=True)]
         set_versions([t for t, *_ in found], after)
@@ -546,8 +541,7 @@ class Master:
         like = _geometries(row)
         unused = sys.getrefcount(last) <= 3 and last.keys() == tensors.keys() and row
         if unused and self._last_like == like:
-            with torch.no_grad():
-                torch._foreach_copy_([*last.values()], row)
+            copy_row([*last.values()], row)
         else:
             last = self._last_copies = dict(zip(tensors, copies(row), strict=True))
             self._last_like = like

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from raydp_parallel.devices import memory
 from raydp_parallel.wire.messages import ExchangeRequest
 
 dist: Any = distributed  # torch's stubs lack most of what is needed to make a group directly
@@ -170,7 +171,7 @@ class Exchange:
         part = -(-sum([t.numel() for t in like]) // self.size)
         flat = torch.empty(part * self.size, dtype=like[0].dtype, device=like[0].device)
         if own is not None:
-            torch._foreach_copy_(_pieces(flat, like), [*own])
+            memory.copy_row(_pieces(flat, like), [*own])
         rows = self.swap(flat.view(self.size, part), _SUM)
         total = rows[order[0]]
         for member in order[1:]:

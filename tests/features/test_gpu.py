@@ -204,6 +204,21 @@ def test_other_bytes_than_were_sent_are_told(
         ours.ipc = gpu
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.complex32, torch.float8_e8m0fnu])
+def test_messages_carry_dtypes_of_which_cuda_copies_no_row(
+    gpus: FakeGpus, dtype: torch.dtype
+) -> None:
+    """Alone and beside others, by both ways."""
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    gpu, bits = torch.device("cuda", 0), torch.arange(64, dtype=torch.uint8)
+    for way in (None, gpu):
+        ours.ipc = way
+        for row in ([bits.view(dtype)], [bits.view(dtype), bits, bits.view(torch.float32)]):
+            ours.send([t.cuda() for t in row])
+            for got, sent in zip(theirs.receive(device=gpu), row, strict=True):
+                assert torch.equal(got.cpu().view(torch.uint8), sent.view(torch.uint8))
+
+
 def test_an_export_is_opened_once(gpus: FakeGpus) -> None:
     """Torch's counts of readers go below zero otherwise (N10)."""
     ours, theirs = (Channel(end) for end in socket.socketpair())

@@ -8,8 +8,8 @@ memory arrives at once, but its source must be the same when the stream is waite
 
 It refuses what a GPU refuses: memory of two devices in one operation, a second opening of one
 export, the next kernel after an error that nobody took. It counts, by side: ``calls`` of tensors,
-``copies`` (of `_foreach_copy_` one where all lies on one GPU, else one per tensor), among them
-``crossings`` of devices and ``pageable`` ones, and ``waits`` of the host, as in each of these.
+``copies`` (of `_foreach_copy_` one where all has one dtype on one GPU, else one per tensor), among
+them ``crossings`` of devices and ``pageable`` ones, and ``waits`` of the host, as in each of these.
 
 `installed` is for a test, `install` for the process of a replica.
 """
@@ -47,6 +47,7 @@ from raydp_parallel.state.lagging import plainly
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.messages import Answer
+from raydp_parallel.wire.windows import is_dense
 
 CPU = torch.device("cpu")
 PINNED = torch.device("cpu", 7)
@@ -56,6 +57,7 @@ _SIZE = 1 << 31
 _STEP = 512
 _device: Any = torch._C.TensorBase.device
 _host_copy: Any = torch.ops.aten.copy_.default
+_NO_ROWS = (torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float8_e8m0fnu)
 _WAITING = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 
 
@@ -236,15 +238,22 @@ class FakeGpus(TorchDispatchMode):
         return _host_copy(into, source)  # type: ignore[no-any-return]
 
     def foreach_copy(self, into: list[Tensor], source: list[Tensor], more: bool = False) -> None:
-        """``torch._foreach_copy_``: one operation on one GPU, else one for each tensor."""
+        """``torch._foreach_copy_``: one operation for one dtype on one GPU, else one for each
+        tensor.
+        """
         homes = {self.home(t) for t in (*into, *source)}
-        if len(homes) > 1:
+        (dtype, *others), alike = {t.dtype for t in (*into, *source)}, True
+        for a, b in zip(into, source, strict=True):
+            alike = alike and a.stride() == b.stride() and is_dense(a)
+        if homes != {CPU} and (len(homes) > 1 or others or not alike):
             for a, b in zip(into, source, strict=True):
                 self.copy(a, b, more)
             return
-        if homes == {CPU} or not into:
+        if homes == {CPU}:
             torch.ops.aten._foreach_copy_.default(into, source)
             return
+        if dtype in _NO_ROWS:
+            raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {dtype}')
         self.count("copies")
         self._write()
         if self._exported(into[0]):
