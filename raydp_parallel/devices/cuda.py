@@ -14,8 +14,8 @@ from raydp_parallel.devices.threads import cores
 
 log = logging.getLogger("raydp_parallel")
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_UNSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+_VISIBLE = "{}_VISIBLE_DEVICES"
+_UNSET = "RAY_EXPERIMENTAL_NOSET_{}_VISIBLE_DEVICES"
 """The user's wish that all GPUs stay visible: CUDA IPC of large tensors hangs behind masks on some
 machines.
 """
@@ -66,7 +66,7 @@ def take_given(kind: str, ids: Sequence[str]) -> torch.device:
         RuntimeError: CUDA does not start on a machine that has a GPU. Computing on the CPU instead
             would take a hundred times as long, without any message.
     """
-    masked = kind == "cpu" or os.environ.get(_UNSET, "") in ("", "0")
+    masked = kind == "cpu" or os.environ.get(_named(_UNSET), "") in ("", "0")
     if masked:
         _see_only(ids if kind == "gpu" else ())
     if kind == "cpu" or not (torch.cuda.is_available() or _has_gpus()):
@@ -86,9 +86,14 @@ def take_given(kind: str, ids: Sequence[str]) -> torch.device:
     return device
 
 
+def _named(variable: str) -> str:
+    """Name a variable as Ray does for this torch's kind of GPU."""
+    return variable.format("CUDA" if torch.version.hip is None else "HIP")
+
+
 def _number(ids: Sequence[str]) -> int:
     """Return torch's number of the GPU that Ray gave, among all that are visible."""
-    seen = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",")]
+    seen = [name.strip() for name in os.environ.get(_named(_VISIBLE), "").split(",")]
     return seen.index(ids[0]) if ids[0] in seen else int(ids[0])
 
 
@@ -97,15 +102,15 @@ def _see_only(ids: Sequence[str]) -> None:
 
     A CPU replica sees none: a module that uses a GPU if there is one would take another replica's.
     """
-    wanted = ",".join(ids)
-    if os.environ.get(_VISIBLE) == wanted or torch.version.hip is not None:
+    wanted = ",".join(ids) or ("" if torch.version.hip is None else "-1")  # ROCm takes "" for all
+    if os.environ.get(_named(_VISIBLE)) == wanted:
         return
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "CUDA started in this process before it could be told to see "
             f"GPU {wanted or 'none'} alone"
         )
-    os.environ[_VISIBLE] = wanted
+    os.environ[_named(_VISIBLE)] = wanted
 
 
 def _has_gpus() -> bool:
@@ -143,13 +148,13 @@ def describe(device: torch.device, node: str, index: str = "") -> Hello:
 
 
 def own_gpu(uuid: str) -> torch.device | None:
-    """Return the GPU that this process and a replica use both; None if there is none. On others
-    CUDA is not started, which takes half a gigabyte there.
+    """Return the GPU that this process and a replica use both; None if there is none: the current
+    one may be unused, and CUDA's start takes half a gigabyte there.
     """
     if not uuid or not torch.cuda.is_initialized():
         return None
     for number in range(torch.cuda.device_count()):
-        used = number == torch.cuda.current_device() or torch.cuda.memory_allocated(number)
+        used = torch.cuda.memory_allocated(number)
         if used and str(torch.cuda.get_device_properties(number).uuid) == uuid:
             return torch.device("cuda", number)
     return None

@@ -41,8 +41,12 @@ _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
-"""Torch would end the process where an operation is late."""
+"""Torch would end the process where an operation is late, log a line a second once a store is gone,
+and sleep a minute after an error while the next operation waits.
+"""
 
 
 def open_store(host: str = "127.0.0.1") -> Any:

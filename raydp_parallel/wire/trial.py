@@ -41,8 +41,9 @@ def try_ipc(channel: Channel, device: torch.device) -> None:
     channel.ipc = device
     for size in SIZES:
         deadline = time.monotonic() + _PATIENCE
-        for _ in range(_ROUNDS):
-            sent = _late(torch.randint(1 << 62, (size // 8,), device=device))
+        for n in range(_ROUNDS):
+            # Not random: the program's own random numbers must not depend on a trial.
+            sent = _late(_numbers(torch.arange(size // 8, device=device), (n,)))
             channel.send(Trial([sent]))
             answer = channel.receive(deadline - time.monotonic(), device)
             if answer.failure is not None:

@@ -112,16 +112,28 @@ def test_a_replica_with_a_gpu_copies_with_several_threads(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
+@pytest.mark.parametrize("kind", ["CUDA", "HIP"])
 @pytest.mark.parametrize(("visible", "index"), [("", 1), ("5,1", 1), ("1,5", 0)])
 def test_gpus_stay_visible_if_the_user_says_so(
-    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, visible: str, index: int
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, visible: str, index: int, kind: str
 ) -> None:
-    """As Ray's own variable asks for (N5)."""
-    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    """As Ray's own variable for this kind of GPU asks for (N5); a CPU replica sees none."""
+    monkeypatch.setattr(torch.version, "hip", None if kind == "CUDA" else "6.4")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv(f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv(f"{kind}_VISIBLE_DEVICES", visible)
     given: Any = cuda.take_given("gpu", ["1"])
     assert given == torch.device("cuda", index)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    assert os.environ[f"{kind}_VISIBLE_DEVICES"] == visible
+    assert cuda.take_given("cpu", []).type == "cpu"
+    assert os.environ[f"{kind}_VISIBLE_DEVICES"] == ("" if kind == "CUDA" else "-1")
+
+
+def test_a_gpu_is_shared_if_the_program_uses_it(gpus: FakeGpus) -> None:
+    """Not because it is the current one."""
+    kept = torch.ones(1).cuda(1)
+    assert cuda.own_gpu("GPU-0") is None
+    assert cuda.own_gpu("GPU-1") == kept.device
 
 
 def test_a_shared_gpu_carries_all_bytes(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +183,16 @@ def answered(gpus: FakeGpus) -> Channel:
 
 
 def test_the_trial_and_what_it_finds(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes where bytes arrive, and fails where they do not, or where nobody answers."""
+    """It passes where bytes arrive, and fails where they do not, or where nobody answers. The
+    program's random numbers stay as they were.
+    """
     monkeypatch.setattr(trial, "SIZES", [1 << 16, 1 << 20])
     monkeypatch.setattr(trial, "_PRODUCTS", 1)
-    gpu = torch.device("cuda", 0)
+    gpu, before = torch.device("cuda", 0), torch.get_rng_state()  # the GPU's, too, on the fake
     ours = answered(gpus)
+    assert memory._may_register(gpu)
     trial.try_ipc(ours, gpu)
+    assert torch.equal(torch.get_rng_state(), before)
     ours.close()
     gpus.lossy = True
     ours = answered(gpus)

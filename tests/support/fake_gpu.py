@@ -351,7 +351,8 @@ class FakeGpus(TorchDispatchMode):
     def properties(self, device: Any = 0) -> Any:
         """``torch.cuda.get_device_properties``: the number on the machine is the uuid."""
         index = device if isinstance(device, int) else torch.device(device).index or 0
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+        masks = os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = next(filter(None, masks), "0,1,2,3,4,5,6,7").split(",")
         rest = {"total_memory": 1000, "multi_processor_count": 10}
         return SimpleNamespace(name="Fake", uuid=f"GPU-{seen[index]}", **rest)
 

@@ -63,7 +63,8 @@ class ProcessGroupNCCL:
         """Torch's."""
 
     def __init__(self, store: Any, rank: int, size: int, _: Options) -> None:
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT"):
+            assert os.environ[f"TORCH_NCCL_{name}"] == "0"
         self.aborted, self._rank = False, rank
         plain = dist.ProcessGroupGloo._Options()
         plain._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
