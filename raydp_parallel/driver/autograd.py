@@ -48,10 +48,11 @@ from raydp_parallel.driver.dispatcher import (
     raise_first,
 )
 from raydp_parallel.driver.executor import Executor, taken
-from raydp_parallel.driver.gradients import Share
+from raydp_parallel.driver.gradients import Share, Sums
 from raydp_parallel.errors import ExecutorClosed, StateChanged
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.mirror import Mark, Master, versions_of
+from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import (
     ADDED,
     KEPT,
@@ -72,7 +73,8 @@ class Part(NamedTuple):
         slot: The slot that it is for.
         master: Its model.
         mark: The model's tensors after the forward.
-        leaves: Which of the call's leaves its own are; None for those that were not reached.
+        leaves: Which of the call's leaves the module's are; None for those that were not reached.
+        inputs: Which of them its own inputs are.
         first: True if its writes come back.
         where: The place that an exception names.
     """
@@ -82,8 +84,14 @@ class Part(NamedTuple):
     master: Master
     mark: Mark
     leaves: Sequence[int | None]
+    inputs: Sequence[int | None]
     first: bool
     where: str | None
+
+    @property
+    def all(self) -> Sequence[int | None]:
+        """All leaves, in the order of its graph."""
+        return [*self.leaves, *self.inputs]
 
 
 Like = tuple[torch.Size, torch.dtype, torch.device]
@@ -290,8 +298,19 @@ def _run(
     keep: bool,
     derived: dict[int, RemoteGraph],
     kept: Set[int] = frozenset(),
+    sums: Sums | None = None,
 ) -> tuple[list[int], list[Answer]]:
-    """Make one trip: the backward of every chunk that has gradients. Those of ``kept`` stay."""
+    """Make one trip: the backward of every chunk that has gradients.
+
+    Args:
+        call: The call.
+        stash: The gradients.
+        needed: Which leaves get some.
+        keep: True if graphs are used again.
+        derived: The graphs that are made under ``create_graph``, by chunk.
+        kept: The leaves whose gradients stay in the replicas.
+        sums: Adds gradients as they come.
+    """
     context = ambient.capture()
     pairs = zip(call.leaves, needed, strict=True)
     partial = any([leaf.requires_grad and not need for leaf, need in pairs])
@@ -305,14 +324,19 @@ def _run(
     places = {**summing, **places}
     calls = []
     trips = []
+    codes = _Codes(call, needed, kept, SUMMED if summing else SENT)
+    moved: dict[int, dict[int, int]] = {}  # the chunks of a call mostly have the same mark
     for i in chunks:
         part, given, makes = call.parts[i], _given(stash, i), derived.get(i)
         assert part is not None
+        if id(part.mark) not in moved:
+            moved[id(part.mark)] = part.master.moved_since(part.mark)
         trip = _Trip(
             executor,
             part,
             given,
-            _codes(call, part, i, needed, kept, SUMMED if summing else SENT),
+            codes.of(part, i),
+            moved=moved[id(part.mark)],
             chunk=i,
             partial=partial,
             keep=keep,
@@ -338,14 +362,20 @@ def _run(
             )
         )
     leave = functools.partial(groups.forget, executor) if places else None
+    adding = None if sums is None else _Adding(sums, [call.parts[i] for i in chunks])
     try:
-        answers = executor.dispatcher.run(calls, leave=leave)  # [11]
+        answers = executor.dispatcher.run(  # [11]
+            calls, leave=leave, taking=None if summing else adding
+        )
     except BaseException:  # some may have been sent, and wait for the others
         if leave is not None:
             leave()
         raise
     if summing:
         answers = _only_sums(call, calls, answers, summing[0].root)
+        for at, answer in enumerate(answers):
+            if adding is not None:
+                adding.take(at, answer)
     executor.replica_set.recorder.totals.backwards += 1
     for i, answer in zip(chunks, answers, strict=True):
         part = call.parts[i]
@@ -402,27 +432,64 @@ def _only_sums(
     there = {at for at, is_sum in zip(leaves[root], answers[root].reached, strict=True) if is_sum}
     for i, answer in enumerate(answers):
         if i != root:  # of a replica that died since it gave its part
-            for k, at in enumerate(leaves[i]):
-                if at in there:
-                    answer.value[k] = None
+            row, inputs = answer.value
+            alone = Row([None if at in there else t for at, t in zip(leaves[i], row, strict=True)])
+            answers[i] = answer._replace(value=(alone, inputs))
     return answers
 
 
-def _codes(
-    call: CallNode, part: Part, chunk: int, needed: Sequence[bool], kept: Set[int], plain: int
-) -> tuple[int, ...]:
-    """Tell what becomes of the gradients of a chunk's leaves, for parameters by default
-    ``plain``.
+class _Adding:
+    """Adds gradients as the answers come.
+
+    Args:
+        sums: Adds them.
+        parts: The chunks, in the order of the answers.
     """
-    codes = []
-    for at in part.leaves:
-        if at is None or not needed[at]:
-            codes.append(LEFT_OUT)
-        elif at in kept:
-            codes.append(ADDED if chunk in part.master.resident.having(call.leaves[at]) else KEPT)
-        else:
-            codes.append(plain if call.kinds[at] == "parameter" else SENT)
-    return tuple(codes)
+
+    def __init__(self, sums: Sums, parts: Sequence[Part | None]) -> None:
+        self._sums, self._parts = sums, parts
+        self.own = sums.own
+
+    def take(self, at: int, answer: Answer) -> None:
+        """Add a chunk's gradients."""
+        part = self._parts[at]
+        if part is not None and answer.failure is None:
+            row, inputs = answer.value
+            self._sums.add(Share(row, part.leaves))  # [12]
+            self._sums.add_apart(Share(inputs, part.inputs))
+
+
+class _Codes:
+    """Tells what becomes of the gradients of a chunk's leaves.
+
+    Args:
+        call: The call.
+        needed: Which leaves get gradients.
+        kept: The leaves whose gradients stay in the replicas.
+        plain: The fate of other parameters' gradients.
+    """
+
+    def __init__(self, call: CallNode, needed: Sequence[bool], kept: Set[int], plain: int) -> None:
+        self._call, self._needed, self._kept, self._plain = call, needed, kept, plain
+        self._known: dict[int, bytes] = {}
+
+    def of(self, part: Part, chunk: int) -> bytes:
+        """Return the code for each leaf of a chunk."""
+        inputs = bytes([self._code(at, part, chunk) for at in part.inputs])
+        own = self._known.get(id(part.leaves))  # mostly one list for all chunks
+        if own is None:
+            own = bytes([self._code(at, part, chunk) for at in part.leaves])
+            if not self._kept:  # where some are, chunks differ in what they have
+                self._known[id(part.leaves)] = own
+        return own + inputs
+
+    def _code(self, at: int | None, part: Part, chunk: int) -> int:
+        if at is None or not self._needed[at]:
+            return LEFT_OUT
+        if at in self._kept:
+            has = chunk in part.master.resident.having(self._call.leaves[at])
+            return ADDED if has else KEPT
+        return self._plain if self._call.kinds[at] == "parameter" else SENT
 
 
 Given = list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]
@@ -468,7 +535,7 @@ class _Trip:
         executor: Executor,
         part: Part,
         given: Given,
-        needed: tuple[int, ...],
+        needed: bytes,
         **fields: Any,
     ) -> None:
         self._executor, self._part, self._given = executor, part, given
@@ -488,7 +555,7 @@ class _Trip:
             self._lies = slot, slot.life
         request = self.once(slot)
         if SUMMED in self._needed:  # another time the driver sums
-            self._needed = tuple([min(code, SENT) for code in self._needed])
+            self._needed = self._needed.replace(bytes([SUMMED]), bytes([SENT]))
             if not request.group.layers:
                 self._fields["group"] = None
         return request
@@ -496,7 +563,7 @@ class _Trip:
     def note(self, leaves: Sequence[Tensor], stays: Sequence[bool]) -> None:
         """Note which gradients were kept."""
         kept = []
-        for at, there in zip(self._part.leaves, stays, strict=True):
+        for at, there in zip(self._part.all, stays, strict=True):
             if at is not None and there:
                 kept.append(leaves[at])
         resident = self._part.master.resident
@@ -532,7 +599,6 @@ class _Trip:
             outputs=tuple((graph.key, tuple(k for k, _ in found)) for graph, found in self._given),
             grads=grads,
             needed=self._needed,
-            moved=self._part.master.moved_since(self._part.mark),
             first=self._part.first,
             forget=taken(slot),
             where=self._part.where,
@@ -567,13 +633,9 @@ def _collect(
     """First order: sum the chunks' gradients."""
     with call.executor.lock:
         kept = frozenset[int]() if captured else _kept(call, needed)
-        chunks, answers = _run(call, stash, needed, keep, {}, kept)
-        shares = []
-        for i, answer in zip(chunks, answers, strict=True):
-            part = call.parts[i]
-            assert part is not None
-            shares.append(Share(answer.value, part.leaves))
-        sums = gradients.total(shares, call.leaves, call.kinds)  # [12]
+        adding = Sums(call.leaves)
+        _run(call, stash, needed, keep, {}, kept, adding)
+        sums = adding.finish()
         filled = gradients.filled(sums, call.kinds)
         resident: Any = next(p.master.resident for p in call.parts if p) if kept else None
         kept = frozenset(at for at in kept if sums[at] is None)  # sparse ones come all the same
@@ -585,7 +647,7 @@ def _collect(
             resident.stand_in(call.leaves[at], zeros)
     whole = [True] * len(sums)
     if any([one is not None and one.layout is not torch.strided for one in sums]):
-        whole = _whole(call, shares)
+        whole = adding.whole([part.all for part in call.parts if part is not None])
     settled = gradients.settle(sums, call.leaves, needed, whole, call.unused, filled, call.kinds)
     return [None if at in kept else grad for at, grad in enumerate(settled)]
 
@@ -602,20 +664,6 @@ def _kept(call: CallNode, needed: Sequence[bool]) -> Set[int]:
         if needed[at] and kind == "parameter" and resident.keeps(leaf):
             kept.append(at)
     return frozenset(kept)
-
-
-def _whole(call: CallNode, shares: Sequence[Share]) -> list[bool]:
-    """Tell for each leaf if every chunk that has it gave a gradient."""
-    missing = [0] * len(call.leaves)
-    for part in call.parts:
-        for at in part.leaves if part is not None else ():
-            if at is not None:
-                missing[at] += 1
-    for share in shares:
-        for at, grad in zip(share.leaves, share.grads, strict=True):
-            if at is not None and grad is not None:
-                missing[at] -= 1
-    return [count == 0 for count in missing]
 
 
 def _derive(
@@ -646,8 +694,9 @@ def _derive(
             assert part is not None
             own = range(at, at + len(incoming[i]))
             at = own.stop
-            derived.parts[i] = part._replace(graph=graphs[i], leaves=own)
-            for leaf, grad in zip(part.leaves, answer.value, strict=True):
+            derived.parts[i] = part._replace(graph=graphs[i], leaves=[], inputs=own)
+            found = [grad for row in answer.value for grad in row]
+            for leaf, grad in zip(part.all, found, strict=True):
                 if grad is not None:
                     if leaf is not None:
                         places.append((leaf, i, len(rows[i])))

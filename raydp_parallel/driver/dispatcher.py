@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -120,16 +120,32 @@ def own(answer: Answer) -> Answer:
     value = answer.value
     if isinstance(value, Parcel):
         value = Parcel(value.skeleton, [_own(t) for t in value.tensors])
-    elif isinstance(value, list):
-        value = [None if t is None else _own(t) for t in value]
+    elif isinstance(value, Row):
+        value = _own_row(value)
+    elif isinstance(value, tuple):
+        value = tuple([_own_row(row) for row in value])
     writes = answer.writes
     return answer._replace(
         value=value, writes=writes._replace(values=Row(map(_own, writes.values)))
     )
 
 
+def _own_row(row: Row) -> Row:
+    return Row([None if t is None else _own(t) for t in row])
+
+
 def _own(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+class Taking(Protocol):
+    """Takes values of answers in the order of chunks, as they come."""
+
+    def take(self, at: int, answer: Answer) -> None:
+        """Take a value, in memory that is only lent."""
+
+    def own(self) -> None:
+        """Copy what is only lent: replicas are about to write there."""
 
 
 class Dispatcher:
@@ -147,6 +163,7 @@ class Dispatcher:
         calls: Sequence[ChunkCall],
         meanwhile: Callable[[], None] | None = None,
         leave: Callable[[], None] | None = None,
+        taking: Taking | None = None,
     ) -> list[Answer]:
         """Run all calls, and wait for all answers.
 
@@ -154,15 +171,19 @@ class Dispatcher:
             calls: One call for each chunk.
             meanwhile: Called once while replicas run.
             leave: Lets replicas leave the group in which they exchange tensors; None without one.
+            taking: Takes the values of answers as they come; those returned have none then.
         """
         answers: dict[int, Answer] = {}
         deaths = [0] * len(calls)
         todo = list(range(len(calls)))
+        taken = 0
         while todo:
             sent: dict[int, Pending] = {}
             busy: dict[ReplicaSlot, int] = {}
             # The windows that hold earlier answers are about to be used again.
             answers = {i: own(answer) for i, answer in answers.items()}
+            if taking is not None:
+                taking.own()
             for i in todo:
                 # A dead replica's chunk goes to another one, which may have a chunk of its own.
                 slot = self._place(calls[i], busy)
@@ -194,6 +215,10 @@ class Dispatcher:
                     self._set.recorder.replayed(pending.slot.index)
                 elif self._may_count(answer, pending):
                     answers[i] = answer
+                while taking is not None and taken in answers:
+                    taking.take(taken, answers[taken])
+                    answers[taken] = answers[taken]._replace(value=None)
+                    taken += 1
             if died and calls[0].together:
                 raise ReplicaDied(
                     f"{died}. The chunks of a call with synchronised batch norm cannot run again "

@@ -121,9 +121,9 @@ class _Run:
         self.place: Any = None
         self._steps = 0
 
-    def begin(self) -> None:
+    def begin(self, mark: Mark) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
-        self.before = self.master.mark()
+        self.before = mark
         if self.master.resident is not None:
             self._steps = self.master.resident.steps
         wants = self.grad and (self.inputs or self.master.leaves())
@@ -287,11 +287,12 @@ def run(
         while True:
             for master in masters.values():
                 _look(master, any(one.sends_code for one in runs))  # [2]
+            marks = {number: master.mark() for number, master in masters.items()}
             for one in runs:
                 if one.master.resident is not None:  # in time: chunks may wait for each other
                     one.master.resident.ready(one.chunk.slot)
                 one.group = None if places is None else places(range(len(runs)))[one.number]
-                one.begin()
+                one.begin(marks[one.master.number])
             slots = [one.chunk.slot for one in runs]
             lacking = functools.partial(runs[0].master.lacking, slots)
             spread = groups.direct(executor, slots, lacking) if len(masters) == 1 else {}
@@ -356,7 +357,7 @@ def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], 
         threads = executor.replica_set.threads(chunks)
         one = _Run(executor, chunk, 0, seed, ambient.capture(), threads)
         _look(one.master, one.sends_code)
-        one.begin()
+        one.begin(one.master.mark())
         call = one.call()
         pending = executor.dispatcher.send(executor.replica_set.choose(chunk.slot, {}), call)
 
@@ -418,39 +419,38 @@ def _attach(
     kinds: list[str] = []
     known: dict[int, int] = {}
 
-    marks: dict[int, Mark] = {}
+    def enter(t: Tensor, kind: str, there: bool) -> int | None:
+        if not there:
+            return None
+        if id(t) not in known:
+            known[id(t)] = len(leaves)
+            leaves.append(t)
+            kinds.append(kind)
+        return known[id(t)]
+
+    marks = {one.master.number: one.master.mark() for one in runs}
+    alike: dict[tuple[int, bool], list[int | None]] = {}  # where chunks reach the same leaves
     parts: list[Part | None] = []
     for one, answer, row in zip(runs, answers, rows, strict=True):
         if one.graph is None or not any(t.requires_grad for t in row):
             parts.append(None)
             continue
-        own: list[int | None] = []
-        found: list[tuple[Tensor, str, bool]] = []
         reached = iter(answer.reached)
-        for t, kind in one.master.leaves():
-            there = (kind != "attribute" and not one.optional) or next(reached)
-            found.append((t, kind, there and not one.chunk.detach))
-        for t in one.inputs:
-            found.append((t, "input", next(reached)))
-        for t, kind, there in found:
-            if there and id(t) not in known:
-                known[id(t)] = len(leaves)
-                leaves.append(t)
-                kinds.append(kind)
-            own.append(known[id(t)] if there else None)
-        mark = marks.get(one.master.number) or one.master.mark()
-        marks[one.master.number] = mark
-        parts.append(
-            Part(
-                one.graph,
-                one.chunk.slot,
-                one.master,
-                mark,
-                own,
-                one.first,
-                one.chunk.where,
-            )
-        )
+        master, detach = one.master, one.chunk.detach
+        own = alike.get((master.number, detach))
+        if own is None:
+            own, told = [], False
+            for t, kind in master.leaves():
+                asks = one.optional or kind == "attribute"
+                told = told or asks
+                there = next(reached) if asks else True
+                own.append(enter(t, kind, there and not detach))
+            if not told:
+                alike[master.number, detach] = own
+        inputs = [enter(t, "input", next(reached)) for t in one.inputs]
+        mark = marks[master.number]
+        where = one.chunk.where
+        parts.append(Part(one.graph, one.chunk.slot, master, mark, own, inputs, one.first, where))
     if not leaves:
         for row in rows:
             for t in row:

@@ -5,7 +5,7 @@ replica finished first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,14 +13,12 @@ from torch import Tensor
 
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.lagging import plainly
-from raydp_parallel.state.mirror import copies
+from raydp_parallel.wire.codec import Row
 
 _KEPT = 1 << 16
-"""Bytes from which on the memory of a sum is used again, once nobody else looks at it: new pages
+"""Bytes from which on the memory of sums is used again, once nobody else looks at it: new pages
 cost more than the addition.
 """
-
-
 _SLACK = 8
 """How many times the memory of one backward's sums is kept: for several models in turn."""
 
@@ -33,100 +31,147 @@ class Share(NamedTuple):
         leaves: Which of the call's leaves they belong to; None for those to be left out.
     """
 
-    grads: Sequence[Tensor | None]
+    grads: Row
     leaves: Sequence[int | None]
+
+    def lies_as(self, other: Share) -> bool:
+        """Tell if all of it lies in one run of memory, in the order of another one."""
+        one, two = self.grads, other.grads
+        alike = one.layout is not None and one.layout is two.layout and one.present == two.present
+        return alike and (self.leaves is other.leaves or self.leaves == other.leaves)
+
+
+def _users(memory: Tensor) -> int:
+    """Count the tensors, and the storage object that asks, of some memory."""
+    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
 
 
 class _Recycled:
-    """Memory of sums, by geometry. Threads may share it."""
+    """Memory of sums on the host. Threads may share it."""
 
     def __init__(self) -> None:
-        self._runs: dict[tuple[int, ...], list[Tensor]] = {}
+        self._runs: dict[int, list[Tensor]] = {}
         self._size = 0
         self._lock = threading.Lock()
+        # Tried, not known: if another torch counts otherwise, no memory is used again.
+        memory = torch.empty(1, device="cpu")
+        self._alone = _users(memory)
+        view = memory.detach()
+        self._counts = _users(view) > self._alone
 
-    def take(self, like: Tensor, size: int) -> Tensor:
+    def take(self, size: int) -> Tensor:
         """Return memory that nobody looks at, or new memory."""
-        key = (hash(like.dtype), *like.shape, -1, *like.stride())
+        if size < _KEPT or not self._counts:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
         with self._lock:
-            for run in self._runs.get(key, ()):
-                # One use by the list's tensor, one by the storage object that asks.
-                if torch._C._storage_Use_Count(run.untyped_storage()._cdata) <= 2:
+            for run in self._runs.get(size, ()):
+                if _users(run) <= self._alone:
                     return run.detach()
-            made = torch.empty_like(like)
-            self._runs.setdefault(key, []).append(made)
-            self._size += size
-            return made.detach()
-
-    def trim(self, used: int) -> None:
-        """Forget all if most of it was not used by the last sums: its models are gone."""
-        with self._lock:
-            if used and self._size > _SLACK * used:
+            if self._size > _SLACK * size:  # of models that are gone
                 self._runs.clear()
                 self._size = 0
+            made = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._runs.setdefault(size, []).append(made)
+            self._size += size
+            return made.detach()
 
 
 _recycled = _Recycled()
 
 
-def total(
-    shares: Sequence[Share], leaves: Sequence[Tensor], kinds: Sequence[str]
-) -> list[Tensor | None]:
-    """Sum over chunks for each leaf, in memory of its own; None where no chunk has a gradient.
+class Sums:
+    """Sums of gradients for each leaf, added chunk by chunk, in the order of chunks.
+
+    As long as each chunk's gradients lie in one run of memory, in the same order, runs are added.
+    From the first one on that lies otherwise, tensors are added one by one.
 
     Args:
-        shares: The chunks' gradients.
         leaves: The leaves.
-        kinds: Their kinds: inputs come in ever new sizes, so their memory is not kept.
     """
-    rows: list[list[Tensor]] = [[] for _ in leaves]
-    for share in shares:
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._leaves = leaves
+        self._sums: list[Tensor | None] = [None] * len(leaves)
+        self._given = [0] * len(leaves)
+        self._apart = False
+        self._like: Share | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # in which the run lies
+        self._lent = False  # True as long as that is the first chunk's
+        self._chunks = 0  # of which the run is the sum
+
+    def add(self, share: Share) -> None:
+        """Add the next chunk."""
+        layout = share.grads.layout
+        if self._like is None and not self._apart and layout is not None:
+            self._like, self._memory, self._lent = share, share.grads.memory, True
+            self._chunks = 1
+        elif layout is not None and self._like is not None and share.lies_as(self._like):
+            into = self._new(layout.size) if self._lent else self._memory
+            runs = map(layout.runs, (self._memory, share.grads.memory, into))
+            for total, grads, out in zip(*runs, strict=True):
+                torch.add(total, grads, out=out)
+            self._memory, self._lent = into, False
+            self._chunks += 1
+        else:
+            self._take_apart()
+            self.add_apart(share)
+
+    def _new(self, size: int) -> Tensor:
+        device = self._memory.device
+        if device.type == "cpu":
+            return _recycled.take(size)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def own(self) -> None:
+        """Copy what is only lent, before a replica writes there."""
+        if self._lent:
+            self._memory = self._new(self._memory.numel()).copy_(self._memory)
+            self._lent = False
+
+    def _take_apart(self) -> None:
+        self._apart = True
+        if self._like is None or self._like.grads.layout is None:
+            return
+        self.own()
+        views = iter(self._like.grads.layout.views(self._memory))
+        for at, grad in zip(self._like.leaves, self._like.grads, strict=True):
+            if grad is not None:
+                view = next(views)
+                if at is not None:
+                    view = view.to(self._leaves[at].device)
+                    other = self._sums[at]  # of a parameter that is an input, too
+                    self._sums[at] = view if other is None else view + other
+                    self._given[at] += self._chunks
+        self._like = None
+
+    def add_apart(self, share: Share) -> None:
+        """Add tensors one by one."""
         for at, grad in zip(share.leaves, share.grads, strict=True):
-            if at is not None and grad is not None:
-                rows[at].append(grad)
-    sums: list[Tensor | None] = [None] * len(leaves)
-    near: list[int] = []
-    used = 0
-    for i, (row, leaf, kind) in enumerate(zip(rows, leaves, kinds, strict=True)):
-        if not row:
-            continue
-        device, odd = leaf.device, False
-        for g in row:  # no function for each
-            odd = odd or type(g) is not Tensor or g.layout is not torch.strided or g.is_nested
-            odd = odd or g.device != device
-        size = row[0].numel() * row[0].element_size()
-        into = None
-        if odd:
-            row = [grad.to(device) for grad in row]
-        elif device.type != "cpu":
-            near.append(i)
-            continue
-        elif kind == "parameter" and size >= _KEPT:
-            into = _recycled.take(row[0], size)
-            used += size
-        sums[i] = _sum(row, into)
-    _recycled.trim(used)
-    if near:  # in one run of memory, of which each sum is a part
-        found = copies([rows[i][0] for i in near])
-        for n in range(1, max(len(rows[i]) for i in near)):
-            having = [k for k, i in enumerate(near) if len(rows[i]) > n]
-            torch._foreach_add_([found[k] for k in having], [rows[near[k]][n] for k in having])
-        for i, tensor in zip(near, found, strict=True):
-            sums[i] = tensor
-    return sums
+            if at is None or grad is None:
+                continue
+            self._given[at] += 1
+            grad, total = grad.to(self._leaves[at].device), self._sums[at]
+            if total is None:
+                self._sums[at] = grad.detach().clone()
+                continue
+            # Torch adds a sparse tensor to a dense one, not the other way.
+            if grad.layout is torch.strided and total.layout is not torch.strided:
+                total, grad = grad, total
+            self._sums[at] = torch.add(total, grad)
 
+    def finish(self) -> list[Tensor | None]:
+        """Return the sum for each leaf; None where no chunk has a gradient."""
+        self._take_apart()
+        return self._sums
 
-def _sum(row: list[Tensor], into: Tensor | None) -> Tensor:
-    """Add in order, in memory of the sum's own."""
-    if len(row) == 1:
-        return row[0].detach().clone() if into is None else into.copy_(row[0])
-    total = row[0]
-    for grad in row[1:]:
-        # Torch adds a sparse tensor to a dense one, not the other way.
-        if grad.layout is torch.strided and total.layout is not torch.strided:
-            total, grad = grad, total
-        total = torch.add(total, grad, out=into)
-    return total
+    def whole(self, parts: Iterable[Sequence[int | None]]) -> list[bool]:
+        """Tell for each leaf if every chunk that has it gave a gradient."""
+        missing = [-count for count in self._given]
+        for leaves in parts:
+            for at in leaves:
+                if at is not None:
+                    missing[at] += 1
+        return [count == 0 for count in missing]
 
 
 def filled(sums: Sequence[Tensor | None], kinds: Sequence[str]) -> set[str]:

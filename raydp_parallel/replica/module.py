@@ -546,8 +546,10 @@ class ReplicaModule:
         with torch.no_grad():
             words = found.flat.view(torch.int64) != before.view(torch.int64)
             lines = words.view(-1, ALIGN // 8).any(1).cpu().numpy()
-        starts = [min(offset // ALIGN, len(lines) - 1) for offset in built.layout.offsets]
-        unlike = np.logical_or.reduceat(lines, starts)
+        starts = np.minimum(np.array(built.layout.offsets) // ALIGN, len(lines) - 1)
+        order = np.argsort(starts, kind="stable")
+        unlike = np.empty(len(starts), dtype=bool)
+        unlike[order] = np.logical_or.reduceat(lines, starts[order])
         pairs = zip(built.buffers, unlike.tolist(), strict=True)
         return {slot: one for slot, one in pairs if slot not in found.apart}
 

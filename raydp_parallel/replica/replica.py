@@ -282,6 +282,8 @@ class Replica:
             self._differentiate(request, notes)
             if SUMMED in request.needed:
                 self._sum(request, notes)
+            count = sum([slot is not None for slot in self.graphs[request.graph].slots])
+            notes.value = Row(notes.value[:count]), Row(notes.value[count:])
         return self._answer(notes, begun)
 
     def _sum(self, request: BackwardRequest, notes: _Notes) -> None:
@@ -349,7 +351,7 @@ class Replica:
             found, notes.reached = self.resident(home.module).keep(
                 request.chunk, home.slots, request.needed, found, request.partial
             )
-        notes.value = Row(found)
+        notes.value = found
 
     @contextlib.contextmanager
     def _noting(self, where: str | None, notes: _Notes) -> Iterator[None]:

@@ -26,6 +26,7 @@ _HEADER = struct.Struct("!QQQ??q")
 GPU, whether a sum of its bytes is given, and the sum."""
 
 _CHUNK = 1 << 20
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _DESCRIPTORS = 64
 _ALWAYS, _SELDOM = 8, 1000
 """How many frames are summed at first, and which later ones."""
@@ -68,7 +69,7 @@ class Channel:
     def send(self, message: Any) -> None:
         """Send a message. Tensors of the last one are overwritten."""
         packet = codec.encode(message)
-        number, layout, new = self._layouts.of(packet.specs)
+        number, layout, new = self._layouts.of(packet.specs, packet.cuts)
         near = self.ipc is not None and memory.gpu_of(packet.tensors) == self.ipc
         size, export, fds = 0, None, [window.fd for window in packet.windows]
         window = self._out.get(near)
@@ -97,7 +98,8 @@ class Channel:
             shared = tuple([other.size for other in packet.windows])
             # Geometry and memory that the other end does not know: the specs of a new layout, the
             # size of a new window, its description on a GPU, sizes of windows to map privately.
-            news = pickle.dumps((packet.specs if new else None, size, export, shared))
+            known = (packet.specs, packet.cuts) if new else None
+            news = pickle.dumps((known, size, export, shared))
         header = _HEADER.pack(len(packet.body), len(news), number, near, summed, total)
         data = b"".join((header, news, packet.body))
         begun = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
@@ -133,19 +135,19 @@ class Channel:
         news = self._read(length)
         data = self._read(body)
         if news:
-            specs, size, export, shared = pickle.loads(news)
+            known, size, export, shared = pickle.loads(news)
             if export is not None:
                 self._in[True] = GpuWindow(size, self.ipc or device or self._device, export)
             elif size:
                 self._in[False] = Window(size, fds.pop(0))
-            if specs is not None:
-                self._theirs[number] = Layout(specs)
+            if known is not None:
+                self._theirs[number] = Layout(known[0], cuts=known[1])
             for each, fd in zip(shared, fds, strict=True):
                 windows.append(Window(each, fd, private=True))
         layout = self._theirs[number]
         self.received += layout.size
         if not layout.specs:
-            return codec.decode(data, (), windows)
+            return codec.decode(data, (), windows, layout, _NOTHING)
         if near not in self._in:  # nothing but tensors without elements
             self._in[near] = Window(0)
         window = self._in[near]
@@ -156,7 +158,7 @@ class Channel:
                 f"the way {'ipc' if near else 'host'!r}: the values of this step are lost. "
                 "Options(gpu_paths=('host',)) leaves the faster ways out"
             )
-        return codec.decode(data, found, windows)
+        return codec.decode(data, found, windows, layout, whole)
 
     def drop_windows(self) -> None:
         """Make new windows for the next messages."""

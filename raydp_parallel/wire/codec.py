@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.wire import pickling
-from raydp_parallel.wire.windows import Spec, Window, dense, is_dense
+from raydp_parallel.wire.windows import Cuts, Layout, Spec, Window, dense, is_dense
 
 _opening = threading.local()
 
@@ -30,10 +30,17 @@ def _window(number: int) -> Window:
     return _opening.windows[number]  # type: ignore[no-any-return]
 
 
-def decode(data: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = ()) -> Any:
-    """Rebuild a value around its tensors."""
+def decode(
+    data: bytes,
+    tensors: Sequence[Tensor],
+    windows: Sequence[Window] = (),
+    layout: Layout | None = None,
+    memory: Tensor | None = None,
+) -> Any:
+    """Rebuild a value around its tensors, which lie so in some memory."""
     before = vars(_opening).copy()  # a value's own __setstate__ may open another one
     _opening.tensors, _opening.windows = tensors, windows
+    _opening.layout, _opening.memory = layout, memory
     try:
         return pickle.loads(data)
     finally:
@@ -44,16 +51,32 @@ def decode(data: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = (
 class Row(list[Any]):
     """Tensors, and None, that travel without a look of pickle at each; with ``flags`` it travels
     which of them require a gradient.
+
+    Attributes:
+        layout: How those of a row that came lie in its memory; None if they lie apart.
+        memory: The bytes of all.
+        present: Which places have one; None if all do.
     """
+
+    layout: Layout | None = None
+    memory: Tensor
+    present: bytes | None = None
 
     def __init__(self, tensors: Iterable[Tensor | None] = (), flags: bool = True) -> None:
         super().__init__(tensors)
         self.flags = flags
 
 
-def _row(begin: int, present: bytes) -> Row:
-    rest = iter(_opening.tensors[begin : begin + sum(present)])
-    return Row([next(rest) if one else None for one in present])
+def _row(begin: int, number: int, present: bytes | None) -> Row:
+    at, layout = _opening.layout.rows[number]
+    found = _opening.tensors[begin : begin + len(layout.specs)]
+    if present is not None:
+        rest = iter(found)
+        found = [next(rest) if one else None for one in present]
+    row = Row(found)
+    row.layout, row.present = layout, present
+    row.memory = _opening.memory[at : at + layout.size]
+    return row
 
 
 class Parcel(NamedTuple):
@@ -101,6 +124,7 @@ class Packet(NamedTuple):
     specs: tuple[Spec, ...]  # the geometry of its tensors
     tensors: list[Tensor]  # without gaps; some may be part of a graph
     windows: list[Window]  # memory that it shares, of which descriptors travel
+    cuts: Cuts  # which of its tensors are rows
 
 
 class _MessagePickler(pickle.Pickler):
@@ -109,6 +133,7 @@ class _MessagePickler(pickle.Pickler):
         self.specs: list[Spec] = []
         self.tensors: list[Tensor] = []
         self.windows: list[Window] = []
+        self.cuts: list[tuple[int, int]] = []
 
     def reducer_override(self, value: Any) -> Any:
         kind: Any = type(value)
@@ -138,7 +163,7 @@ class _MessagePickler(pickle.Pickler):
 
     def _reduce_row(self, row: Row) -> Any:
         """Take all tensors of a row in one loop: functions of Python cost more than the rest."""
-        begin, specs, tensors = len(self.tensors), [], []
+        begin, specs, tensors = len(self.tensors), [], list[Tensor]()
         for t in row:
             if t is None:
                 continue
@@ -152,7 +177,11 @@ class _MessagePickler(pickle.Pickler):
             tensors.append(t)
         self.specs += specs
         self.tensors += tensors
-        return _row, (begin, bytes([t is not None for t in row]))
+        self.cuts.append((begin, len(self.tensors)))
+        present = None
+        if len(tensors) < len(row):
+            present = bytes([t is not None for t in row])
+        return _row, (begin, len(self.cuts) - 1, present)
 
 
 def encode(message: Any) -> Packet:
@@ -160,7 +189,8 @@ def encode(message: Any) -> Packet:
     file = io.BytesIO()
     pickler = _MessagePickler(file)
     pickler.dump(message)
-    return Packet(file.getvalue(), tuple(pickler.specs), pickler.tensors, pickler.windows)
+    cuts = tuple(pickler.cuts)
+    return Packet(file.getvalue(), tuple(pickler.specs), pickler.tensors, pickler.windows, cuts)
 
 
 _COMPRESSED = {

@@ -19,12 +19,12 @@ Flat = tuple[bytes, bytes, Any]
 def flat(message: Any) -> Flat:
     """Take a message apart."""
     packet = codec.encode(message)
-    layout = Layout(packet.specs)
+    layout = Layout(packet.specs, cuts=packet.cuts)
     run = Run(layout.size)
     run.memory = torch.empty(layout.size, dtype=torch.uint8, device="cpu")
     if packet.tensors:
         memory.download(packet.tensors, layout, run)
-    return packet.body, pickle.dumps(packet.specs), run.memory.numpy()
+    return packet.body, pickle.dumps((packet.specs, packet.cuts)), run.memory.numpy()
 
 
 def unflat(parts: Flat, device: torch.device) -> Any:
@@ -32,5 +32,7 @@ def unflat(parts: Flat, device: torch.device) -> Any:
     body, specs, data = parts
     run = Run(data.nbytes)
     run.memory = torch.from_numpy(np.array(data))
-    tensors, *_ = memory.upload(Layout(pickle.loads(specs)), run, device)
-    return codec.decode(body, tensors)
+    geometry, cuts = pickle.loads(specs)
+    layout = Layout(geometry, cuts=cuts)
+    tensors, whole, _ = memory.upload(layout, run, device)
+    return codec.decode(body, tensors, (), layout, whole)

@@ -133,7 +133,7 @@ class BackwardRequest(NamedTuple):
     graph: int
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     grads: list[Tensor]
-    needed: tuple[int, ...]
+    needed: bytes
     partial: bool
     keep: bool
     derived: int | None
@@ -283,8 +283,8 @@ class Answer(NamedTuple):
     """The answer to any request.
 
     Attributes:
-        value: The outputs of a forward; the gradients of a backward, a row with None for leaves
-            that were not reached, or whose gradients are kept.
+        value: The outputs of a forward; the gradients of a backward, a row for the module's leaves
+            and one for inputs, with None for those not reached, or whose gradients are kept.
         reached: Which tensors in plain attributes, and then which inputs, that require a gradient
             the outputs depend on. Of a backward: which leaves' gradients are kept, or went into
             the group's sum.

@@ -7,6 +7,8 @@ answer: who keeps a tensor longer clones it. So nothing here is lent, counted or
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 import mmap
 import os
 import pickle
@@ -57,20 +59,55 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.preserve_format)
 
 
-class Layout:
-    """Offsets of tensors in a window; equal rows of specs have one layout."""
+Cuts = tuple[tuple[int, int], ...]
+"""Rows among tensors, each as the numbers of its first one and of the one after its last."""
 
-    def __init__(self, specs: Sequence[Spec], align: int = ALIGN) -> None:
+
+class Layout:
+    """Offsets of tensors in a window; equal rows of specs have one layout.
+
+    Args:
+        specs: The tensors' geometry.
+        align: Each begins at a multiple of so many bytes.
+        cuts: Rows among them. A row's tensors lie together, sorted by dtype, so that those of each
+            dtype are one run.
+
+    Attributes:
+        offsets: Where each tensor begins.
+        size: The bytes of all.
+        rows: The layout of each row alone, and where it begins.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        align: int = ALIGN,
+        cuts: Cuts = (),
+    ) -> None:
         self.specs = tuple(specs)
-        self.offsets: list[int] = []
-        end = 0
-        for spec in specs:
-            self.offsets.append(end)
-            size = spec.dtype.itemsize
-            for n in spec.shape:
-                size *= n
-            end = -(-(end + size) // align) * align
-        self.size = end
+        self.offsets = [0] * len(self.specs)
+        self.rows: list[tuple[int, Layout]] = []
+        self._runs: list[tuple[torch.dtype, int, int]] = []
+        self.size = 0
+        for begin, after in cuts:
+            row = alone(self.specs[begin:after])
+            self.offsets[begin:after] = [self.size + offset for offset in row.offsets]
+            self.rows.append((self.size, row))
+            self.size += row.size
+        in_rows = {i for begin, after in cuts for i in range(begin, after)}
+        rest = [i for i in range(len(self.specs)) if i not in in_rows]
+        for dtype in dict.fromkeys([self.specs[i].dtype for i in rest]):
+            begin = self.size
+            for i in rest:
+                if self.specs[i].dtype == dtype:
+                    self.offsets[i] = self.size
+                    end = self.size + dtype.itemsize * math.prod(self.specs[i].shape)
+                    self.size = -(-end // align) * align
+            self._runs.append((dtype, begin, self.size))
+
+    def runs(self, memory: Tensor) -> list[Tensor]:
+        """Show all tensors of each dtype as one, with what lies between them."""
+        return [memory[begin:end].view(dtype) for dtype, begin, end in self._runs]
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Show the tensors in a flat run of bytes, on whatever device it lies."""
@@ -88,6 +125,12 @@ class Layout:
     def part(self, numbers: Sequence[int]) -> Layout:
         """Lay out some of the tensors alone."""
         return Layout([self.specs[i] for i in numbers])
+
+
+@functools.lru_cache(maxsize=512)
+def alone(specs: tuple[Spec, ...]) -> Layout:
+    """Lay out one row: the same object for equal specs, whichever process or channel sent them."""
+    return Layout(specs)
 
 
 class Run:
@@ -206,18 +249,18 @@ class Layouts:
     MOST = 256
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Spec, ...], tuple[int, Layout]] = {}
+        self._known: dict[Any, tuple[int, Layout]] = {}
         self._next = 0
 
-    def of(self, specs: tuple[Spec, ...]) -> tuple[int, Layout, bool]:
+    def of(self, specs: tuple[Spec, ...], cuts: Cuts = ()) -> tuple[int, Layout, bool]:
         """Return the number of a layout, the layout, and whether it is new."""
-        found = self._known.get(specs)
+        found = self._known.get((specs, cuts))
         if found is not None:
             return *found, False
         if len(self._known) >= self.MOST:  # shapes that never come again
             self._known.clear()
             self._next = 0
         self._next += 1
-        layout = Layout(specs)
-        self._known[specs] = self._next, layout
+        layout = Layout(specs, cuts=cuts)
+        self._known[specs, cuts] = self._next, layout
         return self._next, layout, True

@@ -170,7 +170,6 @@ def test_B1_gradient_may_be_changed_by_its_owner(width):
     grads[0].fill_(7)
     same(grads[1:], before[1:])
     assert torch.equal(grads[0], torch.full_like(grads[0], 7))
-    assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
 
 
 @alike(mlp, [2, 3])

@@ -1,0 +1,143 @@
+"""How much CPU time does the driver spend on a step, by replicas and by tensors?
+
+`python -m benchmarks.host_time` takes nets of many tensors that compute next to nothing, and counts
+the CPU time of the driver's process for forward and backward, beside that of the plain module's
+own step. The driver is one process: whatever it does for each tensor of each replica, all GPUs wait
+for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import raydp_parallel
+from benchmarks.measure import Asked, Effort, Report, Table, alone
+
+REPLICAS = (2, 4, 8, 16)
+ROUNDS = 48
+
+
+class Bottleneck(nn.Module):
+    """A block of a ResNet-50 with a few channels: as many tensors, and little to compute."""
+
+    def __init__(self, into: int, width: int, out: int, past: bool) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(into, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3, self.norm3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.past: nn.Module = nn.Identity()
+        if past:
+            self.past = nn.Sequential(nn.Conv2d(into, out, 1, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        y = torch.relu(self.norm1(self.conv1(x)))
+        y = torch.relu(self.norm2(self.conv2(y)))
+        return torch.relu(self.norm3(self.conv3(y)) + self.past(x))
+
+
+def residual() -> nn.Module:
+    """The 320 tensors of a ResNet-50: 161 parameters, 159 buffers."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4)]
+    into = 4
+    for blocks in (3, 4, 6, 3):
+        for k in range(blocks):
+            layers.append(Bottleneck(into, 2, 8, k == 0))
+            into = 8
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+
+def linear(tensors: int) -> Callable[[], nn.Module]:
+    """Layers of 4 x 4 with so many parameters in all."""
+    return lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(tensors // 2)])
+
+
+NETS = {
+    "20 parameters": (linear(20), (32, 4)),
+    "ResNet-50's 320 tensors": (residual, (32, 3, 2, 2)),
+    "400 parameters": (linear(400), (32, 4)),
+    "1,000 parameters": (linear(1000), (32, 4)),
+}
+
+
+class Stepper:
+    """One net that is trained, and its times.
+
+    Args:
+        net: The net.
+        model: What runs it.
+        batch: The shape of its batch.
+    """
+
+    def __init__(self, net: nn.Module, model: nn.Module, batch: tuple[int, ...]) -> None:
+        self._model, self._batch = model, torch.ones(batch)
+        self._optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        self.cpu: list[float] = []
+        self.wall: list[float] = []
+
+    def step(self) -> None:
+        """Train one step, of which forward and backward are timed."""
+        self._optimizer.zero_grad()
+        wall, cpu = time.perf_counter(), time.process_time()
+        self._model(self._batch).sum().backward()
+        self.cpu.append(1e3 * (time.process_time() - cpu))
+        self.wall.append(1e3 * (time.perf_counter() - wall))
+        self._optimizer.step()
+
+    def median(self, times: list[float], warmup: int) -> float:
+        """Median milliseconds, without the first steps."""
+        return statistics.median(times[warmup:])
+
+
+def run(effort: Effort) -> Report:
+    """CPU time of the driver by replicas and tensors."""
+    replicas = REPLICAS[:1] if effort is Effort.SMOKE else REPLICAS
+    nets = {**NETS} if effort is Effort.FULL else dict([*NETS.items()][:3])
+    warmup = effort.warmup
+    data: dict[str, dict[str, list[float]]] = {}
+    for name, (make, batch) in nets.items():
+        plain = make()
+        steppers = {0: Stepper(plain, plain, batch)}
+        for count in replicas:
+            net = make()
+            model = raydp_parallel.DataParallel(net, ["cpu"] * count)
+            steppers[count] = Stepper(net, model, batch)
+        for _ in range(warmup + effort.rounds(ROUNDS)):
+            for one in steppers.values():
+                one.step()
+        found = {}
+        for count, one in steppers.items():
+            found[str(count)] = [one.median(one.cpu, warmup), one.median(one.wall, warmup)]
+        data[name] = found
+    rows = []
+    for name, found in data.items():
+        plain_cpu, plain_wall = found["0"]
+        for count in replicas:
+            cpu, wall = found[str(count)]
+            rows.append([name, count, cpu, cpu / plain_cpu, wall, wall / plain_wall])
+    columns = ["net", "replicas", "driver's CPU ms", "to plain", "ms", "to plain"]
+    asked = []
+    name = "ResNet-50's 320 tensors"
+    plain_cpu, first = data[name]["0"][0], data[name][str(replicas[0])][0]
+    asked.append(Asked("2 replicas, driver's CPU to plain", first / plain_cpu, 0.5))
+    if 8 in replicas:
+        eight = data[name]["8"][0]
+        asked.append(Asked("8 replicas, driver's CPU to plain", eight / plain_cpu, 0.7))
+        further = (eight - first) / 6 / plain_cpu
+        asked.append(Asked("a further replica to plain", further, 0.03))
+    wall = data["400 parameters"]
+    asked.append(Asked("400 parameters, a step to plain", wall["2"][1] / wall["0"][1], 1.7))
+    question = "How much CPU time does the driver spend on a step, by replicas and by tensors?"
+    return Report(
+        "host_time", question, [Table("forward and backward", columns, rows)], asked, data
+    )
+
+
+if __name__ == "__main__":
+    alone(run, __doc__)
