@@ -235,7 +235,7 @@ class InProcessClient(_Counting):
     def send(self, request: Any) -> None:
         """Answer a request, and leave the driver's generators and modes as they were."""
         python, numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(False):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
             try:
                 message = flat(request)
                 self.sent += message[2].nbytes

@@ -38,8 +38,7 @@ def _staging(device: torch.device, way: str, size: int) -> Tensor:
     """Return pinned memory that is kept for one device and way."""
     found = _pinned.get((device, way))
     if found is None or found.numel() < size:
-        with torch.inference_mode(False):  # else it could not be written to outside of it
-            found = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=True)
+        found = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=True)
         _pinned[device, way] = found
     return found[:size]
 

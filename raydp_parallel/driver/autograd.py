@@ -631,7 +631,7 @@ def _collect(
     call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, captured: bool
 ) -> list[Tensor | None]:
     """First order: sum the chunks' gradients."""
-    with call.executor.lock:
+    with call.executor.trip():
         kept = frozenset[int]() if captured else _kept(call, needed)
         adding = Sums(call.leaves)
         _run(call, stash, needed, keep, {}, kept, adding)
@@ -683,7 +683,7 @@ def _derive(
     derived = CallNode(executor, leaves, kinds, call.unused, parents=[*stash], group=call.group)
     graphs = {i: RemoteGraph(executor.next_key()) for i in incoming}
     handle = GraphHandle([*graphs.values()], pinned)
-    with executor.lock:
+    with executor.trip():
         chunks, answers = _run(call, stash, needed, True, graphs)
         rows: list[list[Tensor]] = [[] for _ in call.parts]
         derived.parts = [None] * len(call.parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -9,11 +10,12 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from raydp_parallel.cluster import ray_api
@@ -99,6 +101,18 @@ class Executor:
         """The lock that is held during each trip to the replicas."""
         return self.replica_set.lock
 
+    @contextlib.contextmanager
+    def trip(self) -> Iterator[None]:
+        """Hold the lock, outside of the caller's inference mode: windows, copies, sums and states
+        that are made on the way serve later calls, and torch lets nobody write to tensors of that
+        mode outside of it. Outputs, which are the caller's, are made outside of the block.
+        """
+        with self.lock, contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())  # which torch enables with it
+            yield
+
     def next_key(self) -> int:
         """Return a number for a model or a graph."""
         return next(self._keys)
@@ -107,7 +121,8 @@ class Executor:
         """Return the slots for devices. Where a replica died, another stands in until its successor
         is there.
         """
-        found = self.replica_set.slots_for(device_ids)
+        with self.trip():  # a trial of windows, perhaps
+            found = self.replica_set.slots_for(device_ids)
         if self._reporter is None and self.options.metrics and not self.options.in_process:
             self._reporter = Reporter(self)
         return found
@@ -196,7 +211,7 @@ class Executor:
         """Tell the replicas now what the driver released; returns how many models and graphs each
         still holds.
         """
-        with self.lock:
+        with self.trip():
             found = []
             for slot in self.replica_set.ready():
 

@@ -268,8 +268,19 @@ def run(
     """
     ambient.refuse_transforms()
     _refuse_tangents(chunks)
-    with executor.lock:
-        context = ambient.capture()
+    with executor.lock:  # answers lie in windows until their outputs are taken
+        runs, answers, handle, places = _answered(executor, chunks, unused, ambient.capture())
+        return _outputs(executor, runs, answers, unused, handle, lend, places)
+
+
+def _answered(
+    executor: Executor,
+    chunks: Sequence[ForwardChunk],
+    unused: UnusedGrads,
+    context: ambient.CallContext,
+) -> tuple[list[_Run], list[Answer], GraphHandle, Any]:
+    """Run all chunks, and do to the module what their answers say."""
+    with executor.trip():
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(len(chunks))
@@ -331,7 +342,7 @@ def run(
         if places is not None and any(answer.failure is not None for answer in answers):
             groups.forget(executor)  # who failed has left it
         raise_first(answers, calls)
-        return _outputs(executor, runs, answers, unused, handle, lend, places)
+        return runs, answers, handle, places
 
 
 def _look(master: Master, code: bool) -> None:
@@ -352,10 +363,11 @@ def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], 
         chunk: The chunk.
         chunks: How many run at once.
     """
-    with executor.lock, torch.no_grad():
+    context = ambient.capture()._replace(grad=False)
+    with executor.trip():
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(chunks)
-        one = _Run(executor, chunk, 0, seed, ambient.capture(), threads)
+        one = _Run(executor, chunk, 0, seed, context, threads)
         _look(one.master, one.sends_code)
         one.begin(one.master.mark())
         call = one.call()
@@ -363,9 +375,10 @@ def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], 
 
     def finish() -> Any:
         with executor.lock:
-            answer = None if pending is None else executor.dispatcher.receive(pending)
-            if answer is None or answer.lacking:
-                answer = executor.dispatcher.run([call])[0]
+            with executor.trip():
+                answer = None if pending is None else executor.dispatcher.receive(pending)
+                if answer is None or answer.lacking:
+                    answer = executor.dispatcher.run([call])[0]
             executor.replica_set.recorder.totals.forwards += 1
             apply_warnings([answer])
             raise_first([answer], [call])

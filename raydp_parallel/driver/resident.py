@@ -110,7 +110,7 @@ class Resident:
 
     def add(self, optimizer: Any) -> None:
         """Begin to train an optimizer's parameters, or all anew if it changed."""
-        with self._executor.lock:
+        with self._executor.trip():
             self.pull(True)
             self._master.sync()
             own_ones = {self._number(p) for p in optimizer.parameters()}
@@ -235,7 +235,7 @@ class Resident:
     def _fetch(self, stands: Sequence[RemoteGrad]) -> None:
         if not stands:
             return
-        with self._executor.lock:
+        with self._executor.trip():
             self.collect()
             by_number = {stand.number: stand for stand in stands}
             for number, value in self._sums([*by_number]).items():
@@ -370,7 +370,7 @@ class Resident:
 
     def step(self, optimizer: Any) -> None:
         """Let the replicas make a step, which is not waited for."""
-        with self._executor.lock:
+        with self._executor.trip():
             self.collect()
             if optimizer.number not in self.optimizers:
                 raise RuntimeError(
@@ -391,7 +391,7 @@ class Resident:
 
     def clip(self, optimizer: Any, most: float | None, norm_type: float, error: bool) -> Tensor:
         """Return the norm of the gradients, which stay where they are; the step scales them."""
-        with self._executor.lock:
+        with self._executor.trip():
             self.collect()
             plan = self._planned(optimizer, [{} for _ in optimizer.param_groups], norm_type)
             step = plan.step
@@ -575,7 +575,7 @@ class Resident:
 
     def lend(self) -> None:
         """Bring the driver up to date, which is what replicas get with the next call."""
-        with self._executor.lock:
+        with self._executor.trip():
             self.pull(states=True)
             self._held.clear()
             self._master.edited = False
@@ -583,7 +583,7 @@ class Resident:
     @ambient.uncompiled
     def pull(self, states: bool = False) -> None:
         """Bring the driver's weights up to date, and its optimizers with ``states``."""
-        with self._executor.lock:
+        with self._executor.trip():
             self.collect()
             weights = self._weights_at < self.steps
             states = states and self._states_at < self.steps

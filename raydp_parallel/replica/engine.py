@@ -47,7 +47,7 @@ def differentiate(
     if not wanted:
         return [None] * len(leaves)
     found: Iterator[Tensor | None]
-    with torch.inference_mode(False), torch.set_grad_enabled(create):
+    with torch.set_grad_enabled(create):
         if create or partial:
             found = iter(_run(outputs, grads, keep, create, wanted))
         else:

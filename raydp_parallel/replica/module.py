@@ -95,10 +95,9 @@ class Built:
 
     def gather(self, pristine: dict[int, Tensor], device: torch.device) -> None:
         """Let the contents of buffers lie in one run of memory, which is copied as a whole."""
-        with torch.inference_mode(False):
-            self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=device)
-            views = self.layout.views(self.flat)
-            copy_row(views, [pristine[slot] for slot in self.buffers])
+        self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=device)
+        views = self.layout.views(self.flat)
+        copy_row(views, [pristine[slot] for slot in self.buffers])
         pristine.update(zip(self.buffers, views, strict=True))
 
     def put(self, tensors: dict[int, Tensor]) -> None:

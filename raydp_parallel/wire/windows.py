@@ -175,15 +175,13 @@ class GpuWindow(Run):
         super().__init__(size)
         from torch.multiprocessing import reductions
 
-        # A tensor of inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            if export is None:
-                self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-                self.export = pickle.dumps(reductions.reduce_tensor(self.memory)[1])
-            else:
-                given = list(pickle.loads(export))
-                given[_NUMBER] = device.index or 0
-                self.memory = reductions.rebuild_cuda_tensor(*given)
+        if export is None:
+            self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+            self.export = pickle.dumps(reductions.reduce_tensor(self.memory)[1])
+        else:
+            given = list(pickle.loads(export))
+            given[_NUMBER] = device.index or 0
+            self.memory = reductions.rebuild_cuda_tensor(*given)
 
 
 _NUMBER = 6
