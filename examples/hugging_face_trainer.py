@@ -1,6 +1,5 @@
 """Hugging Face's ``Trainer`` with a wrapped model. It takes a model that is already wrapped as it
-is. The model's own loss is put together by ``scalars="mean"``; the trainer drops columns that the
-wrapper's ``forward`` does not name, unless it is told not to.
+is. The trainer looks for labels in the model's class, here the wrapper's, so it is told their name.
 
 Output::
 
@@ -25,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from raydp_parallel import DataParallel, Options
+from raydp_parallel import DataParallel
 
 WORDS, LENGTH = 32, 12
 
@@ -65,7 +64,7 @@ def main(device_ids: list[str | int] | None = None, epochs: int = 3) -> list[flo
         attention_probs_dropout_prob=0.0,
     )
     net = BertForSequenceClassification(config)
-    model = DataParallel(net, device_ids, options=Options(scalars="mean"))
+    model = DataParallel(net, device_ids)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -75,7 +74,6 @@ def main(device_ids: list[str | int] | None = None, epochs: int = 3) -> list[flo
             learning_rate=3e-3,
             logging_steps=4,
             save_strategy="no",
-            remove_unused_columns=False,
             report_to=[],
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),

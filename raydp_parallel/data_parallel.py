@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import re
+import types
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -42,7 +44,7 @@ from raydp_parallel.driver.forward import Called
 from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
-from raydp_parallel.options import Options
+from raydp_parallel.options import Options, Scalars
 from raydp_parallel.replica import exceptions, replica
 from raydp_parallel.replica.actor import fetched
 from raydp_parallel.state.look import check_devices
@@ -57,6 +59,33 @@ _NO_GPU = (
     "GPU. device_ids=['cpu', 'cpu'] makes two CPU replicas"
 )
 _ABSENT_WITHOUT_DEVICES = ("dim", "executor", "output_device", "src_device_obj")
+
+
+class _Forward:
+    """A wrapper's forward, which has the signature of its module's: by that Hugging Face's
+    `Trainer` chooses columns.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    @ambient.uncompiled
+    def __get__(self, model: Any, _: Any = None) -> Any:
+        if model is None:
+            return self._function
+        like = None if model._loss else getattr(model.module.forward, "__func__", None)
+        return types.MethodType(_signed(self._function, like), model)
+
+
+@functools.lru_cache(maxsize=64)
+def _signed(function: Any, like: Any) -> Any:
+    """Return the same function with the signature of another one."""
+    if like is None:
+        return function
+    made = types.FunctionType(function.__code__, function.__globals__)
+    functools.update_wrapper(made, function)
+    made.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+    return made
 
 
 class DataParallel(nn.DataParallel[T]):
@@ -87,6 +116,7 @@ class DataParallel(nn.DataParallel[T]):
     """
 
     _loss: LossCall | None = None
+    _keys_to_ignore_on_save = None  # Hugging Face's Trainer asks for it where it resumes
 
     def __init__(
         self,
@@ -231,6 +261,7 @@ class DataParallel(nn.DataParallel[T]):
 
     # Calls.
 
+    @_Forward
     @ambient.uncompiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split, run, gather."""
@@ -347,7 +378,17 @@ class DataParallel(nn.DataParallel[T]):
         """Run the chunks and gather."""
         numbers = isinstance(called, LossCall) and called.reduction != "none"
         rows = [batch.rows(a, k, self.dim) for a, k in zip(chunks, chunk_kwargs, strict=True)]
-        weighted = self._options.scalars == "mean" and not numbers
+        scalars = self._options.scalars
+        items = chunk_kwargs[0].get("num_items_in_batch")
+        if items is not None and not getattr(items, "shape", ()) and any(rows) and not numbers:
+            # Hugging Face's Trainer, which wants one number. A module divides the sum of its losses
+            # by the items, or ignores them: given the chunk's share, the mean is right for both.
+            scalars = "mean"
+            shares = [items * count / sum(rows) for count in rows]
+            chunk_kwargs = [
+                {**k, "num_items_in_batch": n} for k, n in zip(chunk_kwargs, shares, strict=True)
+            ]
+        weighted = scalars == "mean" and not numbers
         if weighted and not any(rows) and batch.find_refs((chunks, chunk_kwargs)):
             raise ValueError(
                 "Options(scalars='mean'): the rows of chunks are not known, because all "
@@ -361,19 +402,17 @@ class DataParallel(nn.DataParallel[T]):
                 return called.joined(outputs, place)
             if not self._has_own("gather"):
                 return self.gather(outputs, self.output_device)
-            return self._gathered(outputs, rows)  # [10]
+            return self._gathered(outputs, rows, scalars)  # [10]
         with self.executor.lock:  # outputs lie in windows until they are gathered
             ids = self.device_ids[: len(chunks)]
             unused = self._options.unused_grads
             outputs = functional.apply(
                 replicas, chunks, chunk_kwargs, ids, dim=self.dim, unused=unused, lend=True
             )
-            return self._gathered(outputs, rows)
+            return self._gathered(outputs, rows, scalars)
 
-    def _gathered(self, outputs: Any, rows: Sequence[int]) -> Any:
-        return batch.gather(
-            outputs, self.output_device, self.dim, scalars=self._options.scalars, weights=rows
-        )
+    def _gathered(self, outputs: Any, rows: Sequence[int], scalars: Scalars) -> Any:
+        return batch.gather(outputs, self.output_device, self.dim, scalars=scalars, weights=rows)
 
     def _run_in_place(
         self, called: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], split: bool
@@ -558,7 +597,7 @@ class DataParallel(nn.DataParallel[T]):
                 return outputs[0]
             if not self._has_own("gather"):
                 return self.gather(outputs, self.output_device)
-            return self._gathered(outputs, rows)
+            return self._gathered(outputs, rows, self._options.scalars)
 
         return finish
 

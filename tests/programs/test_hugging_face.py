@@ -1,0 +1,101 @@
+"""Hugging Face's `Trainer` with its default arguments: what it logs with a wrapped model is what it
+logs with the plain one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import tiny_gpt2
+from torch import Tensor, nn
+
+from raydp_parallel import DataParallel
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Random words, and a column that no model takes; rows of a language have labels of their own
+    number, so that a mean over chunks is not that of the batch.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.ids = torch.randint(48, (24, 12), generator=torch.Generator().manual_seed(1))
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        words = self.ids[at]
+        said = torch.where(torch.arange(12) < 4 + 2 * (at % 4), words, -100)
+        labels = said if self.kind == "gpt2" else words[0] % 2
+        return {"input_ids": words, "labels": labels, "unused": words}
+
+
+def fresh(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        return tiny_gpt2()
+    config = transformers.BertConfig(
+        vocab_size=48,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    made: nn.Module = transformers.BertForSequenceClassification(config)
+    return made
+
+
+def fit(
+    model: nn.Module, kind: str, folder: Path, resume: bool = False, **settings: Any
+) -> list[float]:
+    """Train for four steps, and evaluate; returns what is logged of losses and gradients."""
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=4,
+        per_device_train_batch_size=3,
+        logging_steps=1,
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **settings,
+    )
+    trainer = transformers.Trainer(model, arguments, None, Texts(kind), Texts(kind))
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    trainer.evaluate()
+    names = ("loss", "grad_norm", "eval_loss")
+    return [float(entry[n]) for entry in trainer.state.log_history for n in names if n in entry]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("bert", {}),
+        ("bert", {"bf16": True, "label_names": ["labels"]}),
+        ("gpt2", {"label_names": ["labels"]}),
+        ("gpt2", {"gradient_accumulation_steps": 2, "bf16": True}),
+    ],
+)
+def test_the_trainer_s_losses(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Also by a training that resumes: its weights have the bits of the one that never ended. The
+    evaluation has a loss if it is told what the labels are, which it looks for in the class.
+    """
+    expected = fit(fresh(kind), kind, tmp_path / "plain", **settings)
+    net = fresh(kind)
+    found = fit(DataParallel(net, ["cpu", "cpu"]), kind, tmp_path / "ours", **settings)
+    close = 1e-2 if "bf16" in settings else 1e-4
+    count = len(expected) if "label_names" in settings else 8
+    assert found == pytest.approx(expected[:count], rel=close)
+    again = fresh(kind)
+    fit(DataParallel(again, ["cpu", "cpu"]), kind, tmp_path / "ours", True, **settings)
+    for one, other in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
