@@ -456,7 +456,7 @@ class DataParallel(nn.DataParallel[T]):
                 batch.weighted_sizes, chunks=len(device_ids), weights=self._options.chunk_weights
             )
         return batch.scatter_kwargs(
-            inputs, kwargs, device_ids, dim=self.dim, unequal=self._warn_of_sizes, sizes=sizes
+            inputs, kwargs, device_ids, dim=self.dim, warn=self._warn_once, sizes=sizes
         )
 
     @ambient.uncompiled
@@ -613,17 +613,6 @@ class DataParallel(nn.DataParallel[T]):
     def _has_own(self, method: str) -> bool:
         """Tell if a method is this class's, and not one of a subclass or of the instance."""
         return getattr(getattr(self, method), "__func__", None) is vars(DataParallel)[method]
-
-    def _warn_of_sizes(self, sizes: str) -> None:
-        """Warn of chunks that do not belong together, row by row; some programs mean that."""
-        if len(self.device_ids) > 1:
-            self._warn_once(
-                f"arguments have different sizes along dim {self.dim}, and are split into as many "
-                f"chunks each, as torch.nn.DataParallel does: {sizes}. Each replica gets chunks of "
-                "different sizes, which may broadcast; if rows are to belong together, give all "
-                "arguments one size",
-                "_warned_of_sizes",
-            )
 
     def _warn_of_hooks(self) -> None:
         """Warn of hooks that this process has for all modules: replicas do not run them."""

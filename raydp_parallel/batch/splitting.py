@@ -26,6 +26,9 @@ Cut = int | list[int]
 ChunkSizes = Callable[[int], list[int]]
 """The rows of each chunk, for a number of rows."""
 
+Warn = Callable[[str, str], object]
+"""Takes a warning and the name of its kind."""
+
 
 class Scatter(torch.autograd.Function):
     """Chunks of a tensor, as views; differentiable any number of times."""
@@ -97,7 +100,7 @@ class _Plan:
             return pieces
         return _views(tensor, cut, dim)
 
-    def agreed(self, unequal: Callable[[str], object] | None = None) -> int:
+    def agreed(self, warn: Warn | None = None) -> int:
         """The number of chunks, which all cuts must have in common; without any, a copy for each
         device.
         """
@@ -118,8 +121,21 @@ class _Plan:
                     f"arguments have different sizes along dim {self.dim}, so chunk_weights would "
                     f"not pair their rows: {cuts}. Give all of them one size"
                 )
-            if unequal is not None:
-                unequal(cuts)
+            if warn is not None and self.chunks > 1:  # some programs mean that
+                warn(
+                    f"arguments have different sizes along dim {self.dim}, and are split into as "
+                    f"many chunks each, as torch.nn.DataParallel does: {cuts}. Each replica gets "
+                    "chunks of different sizes, which may broadcast; if rows are to belong "
+                    "together, give all arguments one size",
+                    "_warned_of_sizes",
+                )
+        if not counts and warn is not None and self.chunks > 1:
+            warn(
+                "no argument has rows to split, so each replica gets all of them whole, as with "
+                "torch.nn.DataParallel: what a list of strings or an array gives comes once for "
+                "each device. Give tensors, or a class that register_batch_type makes known",
+                "_warned_of_copies",
+            )
         return counts.pop() if counts else self.chunks
 
 
@@ -146,21 +162,22 @@ def scatter_kwargs(
     target_gpus: Sequence[Any],
     dim: int = 0,
     *,
-    unequal: Callable[[str], object] | None = None,
+    warn: Warn | None = None,
     sizes: ChunkSizes | None = None,
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Split positional and keyword arguments together, as `scatter`, so that both results have one
     entry per chunk, or none if there are no arguments at all.
 
-    ``unequal`` is called with a text if arguments have different sizes. ``sizes`` gives the rows of
-    each chunk, for a number of rows; all arguments must have one size then.
+    ``warn`` gets texts, with a name for each kind, of arguments that may not be split as meant.
+    ``sizes`` gives the rows of each chunk, for a number of rows; all arguments must have one size
+    then.
     """
     if not inputs and not kwargs:
         return (), ()
     plan = _Plan(len(target_gpus), dim, sizes)
     positional = _split(inputs, plan, "inputs") if inputs else [()] * plan.chunks
     keyword = _split(kwargs, plan, "kwargs") if kwargs else [{} for _ in range(plan.chunks)]
-    chunks = plan.agreed(unequal)
+    chunks = plan.agreed(warn)
     return tuple(positional[:chunks]), tuple(keyword[:chunks])
 
 

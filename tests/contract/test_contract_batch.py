@@ -166,6 +166,17 @@ def test_S9_dataclasses_and_user_dicts_are_split_and_joined() -> None:
     assert whole.name == ["sample", "sample"]
 
 
+def test_S9_where_nothing_can_be_split_rows_come_once_per_replica_with_one_warning() -> None:
+    """A list of strings, with upstream's result."""
+    ours, theirs, _ = trio(Apply(lambda _net, texts: torch.ones(len(texts), 2)), 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            same(ours(["a", "b", "c"]), theirs(["a", "b", "c"]))
+    (warning,) = [str(one.message) for one in caught]
+    assert "comes once for each device" in warning and "register_batch_type" in warning
+
+
 def test_S10_objects_among_the_arguments_are_copies() -> None:
     """A deviation: upstream's replicas share them with the caller, who sees what forward does."""
 
