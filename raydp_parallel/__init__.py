@@ -4,28 +4,32 @@ would.
 
 from __future__ import annotations
 
-from raydp_parallel.batch import ChunkRefs, gather, register_batch_type, scatter
-from raydp_parallel.data_parallel import DataParallel, data_parallel
-from raydp_parallel.driver.executor import Executor, shutdown
-from raydp_parallel.errors import (
-    ClusterError,
-    ExecutorClosed,
-    ForkedProcess,
-    GraphLost,
-    ParallelError,
-    PlacementError,
-    ReplicaDied,
-    ReplicaError,
-    SourceMismatch,
-    StateChanged,
-    StateLost,
-    TransferError,
-)
-from raydp_parallel.functional import parallel_apply, replicate
-from raydp_parallel.functional import scatter_kwargs as scatter_kwargs
-from raydp_parallel.monitoring.stats import ExecutorStats
-from raydp_parallel.options import Options
-from raydp_parallel.replica.sync_batch_norm import convert_sync_batchnorm
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raydp_parallel.batch import ChunkRefs, gather, register_batch_type, scatter
+    from raydp_parallel.driver.executor import Executor, shutdown
+    from raydp_parallel.errors import (
+        ClusterError,
+        ExecutorClosed,
+        ForkedProcess,
+        GraphLost,
+        ParallelError,
+        PlacementError,
+        ReplicaDied,
+        ReplicaError,
+        SourceMismatch,
+        StateChanged,
+        StateLost,
+        TransferError,
+    )
+    from raydp_parallel.functional import parallel_apply, replicate
+    from raydp_parallel.functional import scatter_kwargs as scatter_kwargs
+    from raydp_parallel.monitoring.stats import ExecutorStats
+    from raydp_parallel.options import Options
+    from raydp_parallel.replica.sync_batch_norm import convert_sync_batchnorm
+    from raydp_parallel.wrapper import DataParallel, data_parallel
 
 __version__ = "1.0.0rc2"
 
@@ -56,3 +60,14 @@ __all__ = [
     "scatter",
     "shutdown",
 ]
+
+_HOMES = ("errors", "wrapper", "functional", "driver.executor", "batch", "replica.sync_batch_norm")
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch with the first name that is used: the command needs none."""
+    for home in _HOMES if name in (*__all__, "scatter_kwargs") else ():
+        found = vars(importlib.import_module(f"{__name__}.{home}"))
+        if name in found:
+            return globals().setdefault(name, found[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

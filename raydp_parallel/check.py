@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
-from raydp_parallel.data_parallel import DataParallel
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.monitoring.stats import count
 from raydp_parallel.options import Options
 from raydp_parallel.replica import engine
+from raydp_parallel.wrapper import DataParallel
 
 STEPS = 3
 CLOSE = 1e-9

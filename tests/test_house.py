@@ -124,7 +124,7 @@ def test_the_public_face_is_documented() -> None:
 
 
 def test_the_steps_of_the_journey_stand_in_the_code() -> None:
-    """Those of the picture in `data_parallel`, each once."""
+    """Those of the picture in `wrapper`, each once."""
     text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     assert sorted(map(int, re.findall(r"# \[(\d+)\]$", text, re.MULTILINE))) == [*range(1, 13)]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -245,6 +247,12 @@ def test_commands_fail_with_one_line(
     assert capsys.readouterr().err == "raydp-parallel: no Ray cluster at nowhere\n"
     assert command.main(["grafana"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "raydp_parallel"
+
+
+def test_commands_need_no_torch() -> None:
+    """Its import takes two seconds."""
+    code = "import sys, raydp_parallel.command, raydp_parallel.cluster.ray_api as api; assert api"
+    subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=True)
 
 
 def test_dead_clusters_are_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """One call: all chunks run forward, each on its slot's replica.
 
-The numbers are those of the journey in `data_parallel`.
+The numbers are those of the journey in `wrapper`.
 """
 
 from __future__ import annotations
