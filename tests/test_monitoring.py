@@ -111,7 +111,7 @@ def test_the_table() -> None:
     fake = Fake("table")
     for _ in range(10):
         fake.step()
-    title, head, first, second, summary = str(fake.stats()).splitlines()
+    title, head, first, second, note, _, summary = str(fake.stats()).splitlines()
     assert title == "table, link: host"
     assert len(head) == len(first) == len(second)
     assert head.split()[5:9] == ["model", "calls", "rows/s", "busy"]
@@ -120,7 +120,8 @@ def test_the_table() -> None:
     )
     assert " ".join(second.split()) == "1 cpu a1b2c3d4 4712 ready 0 0 0% 100% 0% 0.0 0.0 0"
     assert str(ExecutorStats("net", (), "in place")).startswith("net, link: in place\n0 forwards")
-    assert summary == "10 forwards, 0 backwards; 0 state sends, 0.0 MB; 0 reruns"
+    assert note.startswith("busy: at work")
+    assert summary == "10 forwards (1.0 per second), 0 backwards; 0 state sends, 0.0 MB; 0 reruns"
     assert '<td data-name="device">cuda:0 NVIDIA H100</td>' in fake.stats()._repr_html_()
 
 
@@ -139,7 +140,7 @@ def test_status_is_one_line_per_replica_about_one_window(fake: Fake) -> None:
     fake.recorder.event("something\x1b[2J rare")
     lines = status.render([entry(fake.stats(), before)]).splitlines()
     assert lines[0].endswith("pid 99 on host7, link: host")
-    assert lines[1] == "the last 10 s:"
+    assert lines[1].startswith("the last 10 s: 10 forwards (1.0 per second)")
     assert lines[3].split()[-8:] == ["10", "60", "60%", "30%", "10%", "20.0", "10.0", "0"]
     assert lines[4].split()[:2] == ["1", "cpu"]
     assert lines[5].startswith("since the start: 11 forwards")
@@ -181,15 +182,16 @@ def test_counters_get_all_tags(fake: Fake) -> None:
     assert all(tuple(tags) == metric.tags for metric, tags, _ in found)
 
 
-def test_names_of_tasks_are_round_and_few(fake: Fake) -> None:
+def test_names_of_tasks_tell_replicas_apart_and_are_few(fake: Fake) -> None:
+    """Two digits of a rate."""
     names = set()
-    for rows in range(91, 181):
+    for rows in range(910, 1810):
         before = fake.stats()
         fake.step(rows=rows)
         names.add(metrics.summary(fake.stats().since(before).replicas[0]))
-    assert names == {"ResNet: about 128 samples per second, 60 % busy"}
+    assert len(names) == 18 and "replica 0, ResNet: 980 samples per second, 60 % busy" in names
     text = metrics.summary(fake.stats().replicas[1])
-    assert text == "a module: about 0 samples per second, 0 % busy"
+    assert text == "replica 1, a module: 0 samples per second, 0 % busy"
 
 
 class Cluster:
@@ -222,7 +224,7 @@ def test_the_reporter_and_the_commands(
     for _ in range(5):
         fake.step()
         watching._report()
-    assert fake.shown == [(0, "ResNet: about 64 samples per second, 60 % busy")]
+    assert fake.shown == [(0, "replica 0, ResNet: 60 samples per second, 60 % busy")]
     assert command.main(["status"]) == 0
     assert fake.recorder.name in capsys.readouterr().out
     assert command.main(["report", str(tmp_path / "page.html")]) == 0

@@ -6,7 +6,6 @@ two readings.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -71,9 +70,9 @@ def increments(new: ExecutorStats) -> Iterator[tuple[Metric, dict[str, str], flo
 def summary(replica: ReplicaStats) -> str:
     """Describe the work of a replica since its last short task, which has this name in Ray's
     dashboard. Ray labels metrics with each task's name, and never removes them: so numbers are
-    rounded, the rate to a power of two.
+    rounded, the rate to two digits.
     """
     models = ", ".join(replica.models) or "a module"
-    rate = 2 ** max(0, round(math.log2(replica.rate))) if replica.rate else 0
-    busy = round(10 * replica.shares[0]) * 10
-    return f"{models}: about {rate:,} samples per second, {busy} % busy"
+    rate, busy = float(f"{replica.rate:.2g}"), round(10 * replica.shares[0]) * 10
+    speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:g}"
+    return f"replica {replica.index}, {models}: {speed} samples per second, {busy} % busy"

@@ -10,10 +10,10 @@ from html import escape
 from typing import Any
 
 from raydp_parallel.monitoring import status
-from raydp_parallel.monitoring.stats import ReplicaStats, html_table
+from raydp_parallel.monitoring.stats import NOTE, ReplicaStats, html_table
 
 _STYLE = """
-:root { color-scheme: light dark; --rule: #8884; --busy: #1b9e77; --waiting: #c98a1b; }
+:root { color-scheme: light dark; --rule: #8884; --busy: #1b9e77; --waiting: #7b9fc7; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 1rem auto; padding: 0 1rem; }
 h2 { overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
@@ -59,7 +59,8 @@ def _section(found: status.Found) -> str:
     events = "".join(f"<li>{escape(event)}</li>" for event in found.events)
     return (
         f"<h2>{escape(found.title)}</h2><h3>{escape(found.span.capitalize())}</h3>"
-        f'<p class="key">{_KEY}</p>{bars}{html_table(found.window.cells())}'
+        f'<p class="key">{_KEY}</p>{bars}<p>{escape(found.window.summary())}</p>'
+        f"{html_table(found.window.cells())}<p>{NOTE}</p>"
         f"<h3>Since the start</h3><p>{escape(found.stats.summary())}</p>"
         f"{html_table(found.stats.cells())}<ul>{events}</ul>"
     )

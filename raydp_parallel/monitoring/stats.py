@@ -148,8 +148,10 @@ class ExecutorStats:
 
     def summary(self) -> str:
         """Describe all replicas together in one line."""
+        seconds = max((replica.seconds for replica in self.replicas), default=0.0)
+        each = f" ({self.forwards / seconds:,.1f} per second)" if seconds else ""
         text = (
-            f"{count(self.forwards, 'forward')}, {count(self.backwards, 'backward')}; "
+            f"{count(self.forwards, 'forward')}{each}, {count(self.backwards, 'backward')}; "
             f"{count(self.state_sends, 'state send')}, {self.state_bytes / 1e6:,.1f} MB; "
             f"{count(self.reruns, 'rerun')}"
         )
@@ -161,7 +163,7 @@ class ExecutorStats:
         return text
 
     def __str__(self) -> str:
-        table_lines = table(self.cells()) if self.replicas else []
+        table_lines = [*table(self.cells()), NOTE] if self.replicas else []
         return "\n".join([f"{self.name}, link: {self.link}", *table_lines, self.summary()])
 
     def _repr_html_(self) -> str:
@@ -173,6 +175,11 @@ DEATHS = ("deaths", "respawns", "replays")
 OF_REPLICA = ("calls", "rows", "busy", "waiting", "bytes_in", "bytes_out", *DEATHS)
 OF_EXECUTOR = ("forwards", "backwards", "state_sends", "state_bytes", "reruns")
 """Names of counters."""
+
+NOTE = (
+    "busy: at work on calls; waiting: ready, without a call; idle: calls travel, or no process\n"
+    "MB in: inputs, gradients, changed weights; MB out: outputs, gradients; mapped weights in none"
+)
 
 _HEAD = (
     *("replica", "device", "node", "pid", "state", "model", "calls", "rows/s"),

@@ -77,7 +77,8 @@ def render(entries: Sequence[Mapping[str, Any]]) -> str:
         if found is None:
             parts.append(UNREADABLE)
             continue
-        lines = [found.title, f"{found.span}:", *table(found.window.cells())]
+        lines = [found.title, f"{found.span}: {found.window.summary()}"]
+        lines += table(found.window.cells())
         lines += [f"since the start: {found.stats.summary()}", *found.events]
         parts.append("\n".join(map(printable, lines)))
     return "\n\n".join(parts) or NOBODY
