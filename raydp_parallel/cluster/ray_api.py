@@ -137,7 +137,7 @@ def connect(start: bool = True) -> bool:
         raise forked()
     if connected():
         return True
-    noted = "" if named else _noted()
+    noted = "" if named else _noted(start)
     if not named and not noted and not start:
         return False
     starts = not (named or noted)
@@ -145,6 +145,8 @@ def connect(start: bool = True) -> bool:
         log.warning("starting Ray on this machine, which takes some seconds")
     join("local" if starts else None)
     _started_here = starts
+    if starts and os.environ.get("RAY_AUTH_MODE") == "token":
+        log.warning("`ray get-auth-token` prints the token that Ray's dashboard asks for")
     if not starts:
         text = "joined the Ray cluster at %s, because %s names it (RAY_ADDRESS=local starts one)"
         log.info(text, ray.get_runtime_context().gcs_address, noted or "RAY_ADDRESS")
@@ -167,9 +169,9 @@ def join(address: str | None) -> None:
             os.environ.pop(NICENESS, None)
 
 
-def _noted() -> str:
+def _noted(start: bool) -> str:
     """Return the file that names a cluster which was started on this machine for others to join,
-    if that still answers.
+    if that still answers. Say so if it does not, and another one will ``start``.
 
     Not address="auto", which also finds the private cluster of another program's ray.init().
     """
@@ -177,7 +179,8 @@ def _noted() -> str:
     if not address:
         return ""
     if why := _silent(address):
-        warn_once(f"the cluster at {address}, which Ray noted, {why}: another is started")
+        if start:
+            warn_once(f"the cluster at {address}, which Ray noted, {why}: another is started")
         return ""
     return str(get_ray_address_file(None))
 
