@@ -94,6 +94,13 @@ def _join(outs: list[Any], how: _How, path: str) -> Any:
     if kinds == {ContainerKind.NONE}:
         return None
     if kinds <= {ContainerKind.NONE, ContainerKind.LEAF}:
+        objects = [type(out).__qualname__ for out in outs if hasattr(out, "__dict__")]
+        if objects:
+            warnings.warn(
+                f"{path} is of the class {objects[0]}, which is not joined: it is a list with one "
+                "for each chunk. Give the class a __gather__, or use register_batch_type",
+                stacklevel=2,
+            )
         return outs
     if len(kinds) > 1 or len(classes) > 1:
         raise _unlike(outs, path)

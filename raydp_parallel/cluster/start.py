@@ -157,7 +157,7 @@ class Starter:
                 self.release(wanted)
             if isinstance(error, ray_api.RayError):
                 hint = "" if "'raydp_parallel'" not in str(error) else ": install it on every node"
-                raise PlacementError(f"a replica did not start{hint}: {error}") from error
+                raise PlacementError(f"a replica did not start{hint}: {error}") from None
             raise
 
     def _create(self, place: DevicePlace, hold: Hold) -> Any:

@@ -51,6 +51,7 @@ from raydp_parallel.driver.executor import Executor, taken
 from raydp_parallel.driver.gradients import Share, Sums
 from raydp_parallel.errors import ExecutorClosed, StateChanged
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Mark, Master, versions_of
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import (
@@ -291,6 +292,7 @@ def _needed(ctx: Any) -> tuple[list[bool], bool]:
     return found, captured
 
 
+@exceptions.ShortTraceback()
 def _run(
     call: CallNode,
     stash: Stash,

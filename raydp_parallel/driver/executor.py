@@ -26,6 +26,7 @@ from raydp_parallel.errors import forked
 from raydp_parallel.monitoring.reporter import Reporter
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
+from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import ExchangeRequest, Forget, StateUpdate
@@ -121,7 +122,7 @@ class Executor:
         """Return the slots for devices. Where a replica died, another stands in until its successor
         is there.
         """
-        with self.trip():  # a trial of windows, perhaps
+        with exceptions.ShortTraceback(), self.trip():  # a trial of windows, perhaps
             found = self.replica_set.slots_for(device_ids)
         if self._reporter is None and self.options.metrics and not self.options.in_process:
             self._reporter = Reporter(self)

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 from torch._utils import ExceptionWrapper
 
-from raydp_parallel.errors import ReplicaError, ReplicaExit
+from raydp_parallel.errors import ParallelError, ReplicaError, ReplicaExit
 from raydp_parallel.wire.messages import CaughtWarning, Failure
 
 NO_DEBUGGER = (
@@ -57,15 +57,18 @@ def failure(error: BaseException, where: str | None) -> Failure:
     )
 
 
-class ShortTraceback(contextlib.AbstractContextManager[Any]):
+class ShortTraceback(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]):
     """Leaves this package's frames out of tracebacks in which they say nothing: those of the
-    module's exceptions, and of Ctrl-C.
+    module's exceptions, of what this package raises itself, and of Ctrl-C.
     """
 
     def __exit__(self, _: object, error: BaseException | None, found: Any) -> None:
         if error is not None:
             codes = {frame.f_code for frame, _ in traceback.walk_tb(found)}
-            if reraise.__code__ in codes or isinstance(error, KeyboardInterrupt):
+            last = traceback.extract_tb(found)[-1]
+            raised = last.filename.startswith(_PACKAGE) and (last.line or "").startswith("raise ")
+            known = isinstance(error, (ParallelError, KeyboardInterrupt))
+            if raised or known or reraise.__code__ in codes:
                 error.__traceback__ = None
 
 

@@ -139,7 +139,7 @@ def look(module: nn.Module, slot: Callable[[Tensor], int], codes: Codes) -> byte
     except Exception as error:
         if "uninitialized parameter" in str(error) or str(error) == _REFUSED:
             raise  # upstream's own words
-        raise pickling.unsendable(module, "module", error) from error
+        raise pickling.unsendable(module, "module", error) from None
     return file.getvalue()
 
 

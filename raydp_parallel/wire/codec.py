@@ -113,7 +113,7 @@ def parcel(value: Any, name: str) -> Parcel:
     try:
         pickler.dump(value)
     except Exception as error:
-        raise pickling.unsendable(value, name, error) from error
+        raise pickling.unsendable(value, name, error) from None
     return Parcel(file.getvalue(), pickler.tensors)
 
 

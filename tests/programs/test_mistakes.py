@@ -1,4 +1,4 @@
-"""Fifteen mistakes that people make: each text says what was seen and what to do.
+"""Mistakes that people make: each text says what was seen and what to do, in a few lines.
 
 ``pytest -s tests/programs/test_mistakes.py`` prints them for reading.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from raydp_parallel import DataParallel, Executor, Options
+import raydp_parallel
+from raydp_parallel import DataParallel, Executor, Options, ParallelError
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -60,6 +63,17 @@ def own(out: Any, y: Any) -> Any:
     return (out - y).abs().max()
 
 
+class Box:
+    """A result of a class that nobody knows."""
+
+
+class Boxed(Net):
+    """Returns an object."""
+
+    def forward(self, x: Any, y: Any = None) -> Any:
+        return Box()
+
+
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a device instead of a list": (lambda: DataParallel(Net(), "cuda"), "give a list, such as"),
     "a GPU that is not there": (lambda: DataParallel(Net(), [0, 7]), "not in the cluster.*Use"),
@@ -85,13 +99,30 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: DataParallel(Net(), CPUS).with_loss(own)(X, X),
         "reduction=",
     ),
+    "a loss without targets": (
+        lambda: DataParallel(Net(), CPUS).with_loss(nn.MSELoss())(X),
+        r"last argument is the target, as in model\(x, y\).*none for Net.forward: .*'x'",
+    ),
+    "an output of an unknown class": (
+        lambda: DataParallel(Boxed(), CPUS)(X),
+        "class Box.*a list.*register_batch_type",
+    ),
+    "an optimizer for its class": (
+        lambda: DataParallel(Net(), ["cpu"]).optimizer(torch.optim.SGD(Net().parameters())),  # type: ignore[arg-type]
+        r"expected a class.*optimizer\(torch.optim.SGD, lr=0.1\), got a SGD$",
+    ),
+    "a setting for parameters": (
+        lambda: DataParallel(Net(), CPUS).optimizer(torch.optim.SGD, 0.1),  # type: ignore[arg-type]
+        "expected parameters, got 0.1; give settings by name",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_says_what_to_do(name: str) -> None:
-    """By an error, or by a warning where the program may be meant so."""
-    assert len(MISTAKES) == 15
+    """By an error, or by a warning where the program may be meant so. Errors of this package show
+    few of its frames, and no other error before them.
+    """
     program, words = MISTAKES[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -100,5 +131,8 @@ def test_a_mistake_says_what_to_do(name: str) -> None:
             text = "; ".join(f"warning: {one.message}" for one in caught)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
+            files = [Path(f.filename).parents for f in traceback.extract_tb(error.__traceback__)]
+            own = sum(Path(raydp_parallel.__file__).parent in parents for parents in files)
+            assert own <= 4 and not (isinstance(error, ParallelError) and error.__cause__)
     print(f"\n{name}\n    {text}")
     assert re.search(words, text, re.DOTALL), text
