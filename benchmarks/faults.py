@@ -139,7 +139,7 @@ def soak(replicas: int, kills: int, seed: int, penalty: bool, pause: float) -> d
         settle(executor)
         trainer.step()
         found, steps, stats = trainer.state(), len(trainer.losses), executor.stats()
-    with Executor(["cpu"] * replicas, options=Options(in_process=True, threads=1)) as local:
+    with Executor(["cpu"] * replicas, options=Options(threads=1)) as local:
         calm = Trainer(local, seed, penalty)
         for _ in range(steps):
             calm.step()

@@ -115,7 +115,7 @@ def counted(way: str, steps: int = 12) -> dict[str, int]:
 def _counted(gpus: Any, steps: int) -> Counter[str]:
     import raydp_parallel
 
-    options = raydp_parallel.Options(in_process=True, metrics=False)
+    options = raydp_parallel.Options(metrics=False, gpu_paths=("host",))
     calls = Calls(gpus)
     _inside[:] = [gpus]
     net = Shaped(resnet50()).cuda()

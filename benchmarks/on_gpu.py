@@ -150,20 +150,19 @@ def contender(name: str, net: nn.Module, gpus: int) -> Iterator[tuple[nn.Module,
     """Wrap a net; gives the executor of its replicas, too."""
     from raydp_parallel import DataParallel, Executor, Options
 
-    more: dict[str, Any] = {} if REAL else {"in_process": True}
     if name == "plain":
         yield net, None
     elif name.startswith("nn.DataParallel"):
         yield nn.DataParallel(net, json.loads(name.partition(" ")[2])), None
     elif name == "in place":
-        yield DataParallel(net, [0], options=Options(**more)), None
+        yield DataParallel(net, [0]), None
     else:
         way, _, places = name.partition(" ")
         ids = json.loads(places)
         # More replicas than GPUs share them.
         share = 1.0 if len(ids) <= gpus else gpus / len(ids)
-        ways = "auto" if way == "auto" else ("host",)
-        options = Options(gpu_paths=ways, gpus_per_replica=share, metrics=False, **more)
+        ways = "auto" if way == "auto" and REAL else ("host",)
+        options = Options(gpu_paths=ways, gpus_per_replica=share, metrics=False)
         with Executor(ids, options=options) as executor:
             yield DataParallel(net, executor=executor), executor
 

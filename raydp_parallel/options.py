@@ -98,8 +98,6 @@ class Options:
             the program's name.
         metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the
             background.
-        in_process: Run the replicas inside the driver's process, one after the other, without Ray.
-            For debuggers.
         gpu_paths: Ways in which bytes may leave a GPU. ``"host"``, by pinned memory, is always
             there; ``"ipc"`` is memory of a GPU that the driver and a replica share; ``"nccl"``
             carries weights and gradients from GPU to GPU. ``"auto"`` is all of them; each is tried
@@ -121,7 +119,6 @@ class Options:
     threads: int | None = None
     name: str | None = None
     metrics: bool = True
-    in_process: bool = False
     gpu_paths: Literal["auto"] | Sequence[GpuPath] = "auto"
 
     def __new__(cls, *_: Any, **settings: Any) -> Options:

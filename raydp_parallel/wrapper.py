@@ -623,7 +623,7 @@ class DataParallel(nn.DataParallel[T]):
             or nn.modules.module._global_backward_pre_hooks
             or nn.modules.module._global_backward_hooks
         )
-        if hooks and not self._options.in_process:
+        if hooks:
             self._warn_once(
                 "hooks for all modules, such as those of register_module_forward_hook, run in this "
                 "process only: replicas do not have them, so that what they change or record of "

@@ -64,7 +64,7 @@ class Executors:
 
         start_ray()
         chosen = raydp_parallel.Options(**options)
-        if chosen.name is None and not chosen.in_process:
+        if chosen.name is None:
             return self._part(count, chosen)
         found = self._made.pop((count, chosen), None)
         if found is None or found.closed:

@@ -18,9 +18,8 @@ def test_defaults_are_upstreams() -> None:
     """Zeros for unused parameters (B3), vectors of scalars (G2), replicas in processes."""
     options = Options()
     assert (options.unused_grads, options.scalars) == ("zeros", "vector")
-    assert not options.in_process
     assert options.call_timeout is None
-    assert len(dataclasses.fields(Options)) == 16
+    assert len(dataclasses.fields(Options)) == 15
 
 
 def test_frozen_and_by_keyword() -> None:

@@ -1,11 +1,10 @@
-"""Three ways to call a replica: over a socket on this machine, by Ray, and in this process."""
+"""Two ways to call a replica: over a socket on this machine, and by Ray."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import random
 import select
 import signal
 import socket
@@ -15,14 +14,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.cuda import Hello
-from raydp_parallel.replica.actor import fetched
-from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.flat import Flat, flat, unflat
 from raydp_parallel.wire.trial import try_ipc
@@ -40,23 +36,19 @@ class Gone(Exception):
     """The replica is gone, by a cause as far as it is known at once."""
 
 
-class _Counting:
-    """Counts bytes of tensors that were sent and received."""
-
-    sent = received = 0
-    link = "ray"  # how they go
-
-    def moved(self) -> tuple[int, int]:
-        """Return both numbers."""
-        return self.sent, self.received
-
-
-class ActorClient(_Counting):
+class ActorClient:
     """An actor; its life is the Ray call that lasts as long as it does."""
+
+    link = "ray"  # how bytes go
+    sent = received = 0
 
     def __init__(self, actor: Any, hello: Hello, life: Any) -> None:
         self.actor, self.hello, self._life = actor, hello, life
         self._in_session = ray_api.session()
+
+    def moved(self) -> tuple[int, int]:
+        """Return the bytes of tensors that were sent and received."""
+        return self.sent, self.received
 
     def deliver(self, number: int, ref: Any) -> None:
         """Let Ray bring an object of its store for a request that names the number."""
@@ -224,54 +216,13 @@ class FarClient(ActorClient):
         return unflat(found, home)
 
 
-class InProcessClient(_Counting):
-    """A replica in this process, which answers at once. For debuggers."""
-
-    def __init__(self, index: int) -> None:
-        self.hello = Hello(os.getpid(), "driver", "cpu")
-        self._server = ReplicaServer(_CPU, index)
-        self._answers: deque[Flat] = deque()
-
-    def send(self, request: Any) -> None:
-        """Answer a request, and leave the driver's generators and modes as they were."""
-        python, numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            try:
-                message = flat(request)
-                self.sent += message[2].nbytes
-                self._answers.append(flat(self._server.answer(unflat(message, _CPU))))
-                self.received += self._answers[-1][2].nbytes
-                self._server.settle()
-            finally:
-                random.setstate(python)
-                np.random.set_state(numpy)
-
-    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
-        """Return the next answer."""
-        return unflat(self._answers.popleft(), home)
-
-    def deliver(self, number: int, ref: Any) -> None:
-        """Fetch an object of Ray's store for a request that names the number."""
-        self._server.deliver(number, fetched(ref))
-
-    def alive(self) -> bool:
-        """Say yes."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing: it ends with its last reference."""
-
-    cause = end = close
-
-
-Client = NearClient | FarClient | InProcessClient
+Client = NearClient | FarClient
 
 
 def end_all(clients: Iterable[Client]) -> None:
     """End processes, all at once."""
     chosen = [*clients]
     for client in chosen:
-        if isinstance(client, ActorClient):
-            client.kill()
+        client.kill()
     for client in chosen:
         client.end()

@@ -107,7 +107,7 @@ def normalize(device_ids: Sequence[Any] | None, options: Options) -> list[Device
         hint = "leave it out to use every GPU of the cluster, or give ids or 'cpu' entries"
         raise ValueError(f"device_ids=[] names no device: {hint}")
     gpus = [entry for entry in ids if isinstance(entry, int)]
-    if gpus and not options.in_process:
+    if gpus:
         check_gpus(gpus, options)
     return ids
 

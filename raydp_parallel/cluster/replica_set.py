@@ -19,7 +19,7 @@ from typing import Any
 from raydp_parallel import errors
 from raydp_parallel.cluster.clients import Client, end_all
 from raydp_parallel.cluster.placement import DeviceId, DevicePlace, places
-from raydp_parallel.cluster.start import LocalStarter, Starter
+from raydp_parallel.cluster.start import Starter
 from raydp_parallel.devices.cuda import Hello, check_balance
 from raydp_parallel.monitoring.recorder import Recorder
 from raydp_parallel.monitoring.stats import ReplicaInfo
@@ -107,7 +107,7 @@ class ReplicaSet:
         self.slots: dict[DevicePlace, ReplicaSlot] = {}
         self.recorder = Recorder(name)
         self.closed = False
-        self._starter: Starter | LocalStarter | None = None
+        self._starter: Starter | None = None
         self._arrived: dict[DevicePlace, Client] = {}
         self._problems: dict[DevicePlace, errors.ParallelError] = {}
         self._in_vain: dict[DevicePlace, int] = {}
@@ -123,7 +123,7 @@ class ReplicaSet:
         """Leave the replicas to the parent; threads that are not here may hold its locks."""
         self._lock = threading.RLock()
         self._mutex = threading.Lock()  # of what background threads write; never waited with
-        self.forked = self.forked or isinstance(self._starter, Starter)
+        self.forked = self.forked or self._starter is not None
 
     @property
     def lock(self) -> threading.RLock:
@@ -151,7 +151,7 @@ class ReplicaSet:
                 self._fill(missing)
             return [self.slots[place] for place in wanted]
 
-    def _refresh(self) -> Starter | LocalStarter:
+    def _refresh(self) -> Starter:
         """Make sure that replicas belong to the cluster that is connected now."""
         if self.closed:
             raise errors.ExecutorClosed(_CLOSED)
@@ -162,9 +162,8 @@ class ReplicaSet:
             self._ended = threading.Event()
             for slot in self.slots.values():
                 slot.state = "starting"
-        kind = LocalStarter if self.options.in_process else Starter
         ranks = {place: slot.index for place, slot in self.slots.items()}
-        self._starter = kind(self.recorder.name, self.options, ranks)
+        self._starter = Starter(self.recorder.name, self.options, ranks)
         return self._starter
 
     def _fill(self, missing: Sequence[DevicePlace]) -> None:

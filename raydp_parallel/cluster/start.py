@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from raydp_parallel.cluster import ray_api
-from raydp_parallel.cluster.clients import Client, FarClient, InProcessClient, NearClient, end_all
+from raydp_parallel.cluster.clients import Client, FarClient, NearClient, end_all
 from raydp_parallel.cluster.placement import (
     DevicePlace,
     Hold,
@@ -255,26 +255,3 @@ _WAYS = {
     "windows": "pinned memory of the host",
     "ray": "Ray's object store",
 }
-
-
-class LocalStarter:
-    """Starts replicas in this process; the methods are those of `Starter`."""
-
-    def __init__(self, name: str, options: Options, ranks: Mapping[DevicePlace, int]) -> None:
-        self._threads, self._ranks = options.threads, {**ranks}
-
-    def alive(self) -> bool:
-        return True
-
-    def threads(self, chunks: int) -> int | None:
-        return self._threads
-
-    def leaving(self) -> frozenset[str]:
-        return frozenset()
-
-    def start(self, wanted: Places, cancelled: Cancelled = None) -> dict[DevicePlace, Client]:
-        ranks = self._ranks
-        return {p: InProcessClient(ranks.setdefault(p, len(ranks))) for p in wanted}
-
-    def release(self, wanted: Collection[DevicePlace] | None = None) -> None:
-        pass

@@ -124,7 +124,7 @@ class Executor:
         """
         with exceptions.ShortTraceback(), self.trip():  # a trial of windows, perhaps
             found = self.replica_set.slots_for(device_ids)
-        if self._reporter is None and self.options.metrics and not self.options.in_process:
+        if self._reporter is None and self.options.metrics:
             self._reporter = Reporter(self)
         return found
 

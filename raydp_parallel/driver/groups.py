@@ -75,7 +75,7 @@ def places(executor: Executor, chunks: Sequence[Any]) -> Places | None:
     if len(modules) > 1:
         raise ValueError("synchronised batch norm: apply each module alone")
     slots = [chunk.slot for chunk in chunks]
-    check_apart(slots, executor.options.in_process)
+    check_apart(slots)
 
     def give(numbers: Sequence[int]) -> dict[int, ExchangeRequest]:
         if not all(slot.ready for slot in slots):
@@ -111,7 +111,7 @@ def _may_use_nccl(executor: Executor, slots: Sequence[ReplicaSlot]) -> bool:
     gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if hello.gpu_uuid}
     if not 1 < len(gpus) == len(slots) or executor.failed_joins >= _MOST_JOINS:
         return False
-    return "nccl" in executor.options.ways and not executor.options.in_process
+    return "nccl" in executor.options.ways
 
 
 def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bool:

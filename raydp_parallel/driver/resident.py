@@ -454,7 +454,7 @@ class Resident:
     def _chunks(self, step: StepRequest, members: Sequence[ReplicaSlot]) -> list[int]:
         """Return the chunks that have kept gradients, if members can sum these among themselves."""
         having = {frozenset(self._has[number]) for number in step.summed}
-        if len(having) != 1 or (len(members) > 1 and self._executor.options.in_process):
+        if len(having) != 1:
             return []
         chunks = sorted(*having)
         for chunk in chunks:

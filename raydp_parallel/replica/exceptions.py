@@ -17,7 +17,7 @@ from raydp_parallel.errors import ParallelError, ReplicaError, ReplicaExit
 from raydp_parallel.wire.messages import CaughtWarning, Failure
 
 NO_DEBUGGER = (
-    "a replica has no terminal for a debugger: Options(in_process=True) runs the module in this "
+    "a replica has no terminal for a debugger: DataParallel(net, ['cpu']) runs the module in this "
     "process, where breakpoint() works"
 )
 

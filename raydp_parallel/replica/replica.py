@@ -10,7 +10,6 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +40,6 @@ from raydp_parallel.wire.messages import (
 )
 from raydp_parallel.wire.windows import Layout
 
-_inside: ContextVar[bool] = ContextVar("raydp_parallel_in_replica", default=False)
 _own_process = False
 
 
@@ -53,7 +51,7 @@ def belong_to_replica() -> None:
 
 def running() -> bool:
     """Tell if the caller is the module of a replica: a wrapper inside it runs in place."""
-    return _own_process or _inside.get()
+    return _own_process
 
 
 class Graph(NamedTuple):
@@ -358,13 +356,10 @@ class Replica:
         """Take down warnings, and the exception that ends the block."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            reset = _inside.set(True)
             try:
                 yield
             except BaseException as error:  # also SystemExit and KeyboardInterrupt of the module
                 notes.failure = exceptions.failure(error, where)
-            finally:
-                _inside.reset(reset)
         if caught:
             notes.warnings = exceptions.caught(caught)
 

@@ -61,13 +61,12 @@ def open_store(host: str = "127.0.0.1") -> Any:
     return dist.TCPStore(host, port, is_master=True, **listening)
 
 
-def check_apart(slots: Sequence[Any], in_process: bool) -> None:
+def check_apart(slots: Sequence[Any]) -> None:
     """Refuse chunks that run one after the other: none of them could wait for the others."""
-    if in_process or len({*map(id, slots)}) < len(slots):
+    if len({*map(id, slots)}) < len(slots):
         raise ValueError(
-            "synchronised batch norm needs a replica in a process of its own for each chunk; here "
-            "chunks run one after the other, because of Options(in_process=True) or a device that "
-            "is given twice"
+            "synchronised batch norm needs a replica for each chunk: chunks of a device that is "
+            "given twice run one after the other"
         )
 
 

@@ -211,7 +211,6 @@ def test_T7_fewer_objects_and_one_device(executors: Any) -> None:
     for model in (
         DataParallel(plain, executor=two),
         DataParallel(plain, executor=one),
-        DataParallel(plain, ["cpu", "cpu"], options=Options(in_process=True)),
     ):
         torch.testing.assert_close(model(ChunkRefs([ref])), plain(x))
     model = DataParallel(plain, executor=two)

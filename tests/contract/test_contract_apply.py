@@ -22,7 +22,7 @@ from harness import raised, trio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import DataParallel, Options, parallel_apply, replicate
+from raydp_parallel import DataParallel, parallel_apply, replicate
 from raydp_parallel.errors import ReplicaExit
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -752,14 +752,13 @@ def test_A10_chunks_draw_different_numbers() -> None:
 
 @pytest.mark.long
 def test_A10_numbers_do_not_depend_on_who_runs_the_chunks() -> None:
-    """CPU replicas, counted GPUs, one replica for all chunks, and in this very process."""
+    """CPU replicas, counted GPUs, and one replica for all chunks."""
     x = torch.ones(6, 1)
     results = []
     wrappers = [
         DataParallel(Random(), CPUS),
         DataParallel(Random(), [0, 1]),
         DataParallel(Random(), [0, 0]),
-        DataParallel(Random(), CPUS, options=Options(in_process=True)),
     ]
     for model in wrappers:
         torch.manual_seed(5)
@@ -1049,22 +1048,3 @@ def test_A11_hooks_for_all_modules_stay_here_and_that_is_said_once() -> None:
     assert len(caught) == 1
     for out in [*once, model(x)]:
         torch.testing.assert_close(3 * out, tripled)
-
-
-def test_A11_hooks_for_all_modules_run_in_replicas_of_this_process() -> None:
-    """Nothing is to be warned of there."""
-    net = nn.Linear(3, 2)
-    model = DataParallel(net, ["cpu", "cpu"], options=Options(in_process=True))
-    x = torch.ones(4, 3)
-    plain = net(x)
-
-    def add(module: nn.Module, _inputs: Any, out: Tensor) -> Tensor | None:
-        return out + 7 if module is not model else None
-
-    with (
-        nn.modules.module.register_module_forward_hook(add),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("error")
-        changed = model(x)
-    torch.testing.assert_close(changed, plain + 7)

@@ -448,14 +448,10 @@ def test_T6_it_is_the_wrapper_with_a_loss(executors: Any) -> None:
         assert found(x, y).is_inference()
 
 
-IN_PROCESS = Options(in_process=True, threads=1)
-
-
-@pytest.mark.parametrize("ids", [["cpu"], ["cpu", "cpu"]], ids=["in place", "in process"])
-def test_T6_without_replicas(ids: list[str]) -> None:
-    """The criterion's own, in place; and with replicas in this process."""
+def test_T6_without_replicas() -> None:
+    """The criterion's own, in place."""
     plain = Head()
-    model = DataParallel(copy.deepcopy(plain), ids, options=IN_PROCESS)
+    model = DataParallel(copy.deepcopy(plain), ["cpu"])
     x, y = torch.randn(5, 5), torch.randint(0, 4, (5,))
     compared(model.with_loss(nn.CrossEntropyLoss()), plain, F.cross_entropy, x, y)
     own = model.with_loss(lambda out, y: F.cross_entropy(out, y), reduction="mean")

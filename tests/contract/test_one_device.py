@@ -55,7 +55,7 @@ class Heads(nn.Module):
 def test_B3_hooks_of_parameters_that_are_not_used_are_not_called() -> None:
     """As in the plain module. Torch would call them with None."""
     net = Heads()
-    options = raydp_parallel.Options(in_process=True, unused_grads="none")
+    options = raydp_parallel.Options(unused_grads="none")
     plain = copy.deepcopy(net)
     model = raydp_parallel.DataParallel(net, ["cpu", "cpu"], options=options)
     seen: dict[nn.Module, list[str]] = {net: [], plain: []}
@@ -131,22 +131,19 @@ def step_after(model: Any, net: nn.Sequential, event: str, x: Tensor) -> list[Te
     ]
 
 
-@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_R6_buffers_of_one_replica_are_the_plain_module_s(here: bool) -> None:
+def test_R6_buffers_of_one_replica_are_the_plain_module_s(executors: Any) -> None:
     """Whatever happens between steps: all rows are chunk 0."""
     torch.manual_seed(0)
     plain = normed()
     net = copy.deepcopy(plain)
     events = ["", "written", "", "written behind its version", "three graphs", "other memory"]
     events += ["evaluated", "raised", "another buffer", "three graphs", "raised", "", ""]
-    options = raydp_parallel.Options(in_process=here)
-    with raydp_parallel.Executor(["cpu"], options=options) as executor:
-        model = raydp_parallel.DataParallel(net, executor=executor)
-        for event in events:
-            x = torch.randn(8, 3)
-            ours, theirs = step_after(model, net, event, x), step_after(plain, plain, event, x)
-            for one, other in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(one, other)
+    model = raydp_parallel.DataParallel(net, executor=executors(1))
+    for event in events:
+        x = torch.randn(8, 3)
+        ours, theirs = step_after(model, net, event, x), step_after(plain, plain, event, x)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_F5_in_place_is_the_module_s_own_call() -> None:

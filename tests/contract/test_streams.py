@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from raydp_parallel import DataParallel, Options, ReplicaError, TransferError
+from raydp_parallel import DataParallel, ReplicaError, TransferError
 
 ONES = torch.ones(4, 2)
 
@@ -138,10 +138,11 @@ def given(x: Tensor, proxy: Any) -> Tensor:
     return x * (proxy.factor + proxy.get("a"))
 
 
+@pytest.mark.usefixtures("cluster")
 def test_S11_an_open_file_is_refused(tmp_path: Path) -> None:
     """Not copied: the path to the argument is named."""
     (tmp_path / "file").write_text("text")
-    model = DataParallel(Holds(None), ["cpu", "cpu"], options=Options(in_process=True))
+    model = DataParallel(Holds(None), ["cpu", "cpu"])
     with (tmp_path / "file").open() as file:
         text = r"inputs\[1\]\[0\]\['log'\] is a _io.TextIOWrapper"
         with pytest.raises(TransferError, match=text):
@@ -185,7 +186,7 @@ class Stops(nn.Module):
 def test_a_debugger_in_a_replica(how: str) -> None:
     """There is no terminal: the error says how to have one, and the next call works."""
     model = DataParallel(Stops(how), ["cpu", "cpu"])
-    text = r"Options\(in_process=True\) runs the module in this process"
+    text = r"DataParallel\(net, \['cpu'\]\) runs the module in this process"
     with pytest.raises(ReplicaError, match=text):
         model(ONES)
     model.module = nn.Identity()

@@ -26,7 +26,6 @@ from raydp_parallel import (
     Executor,
     ExecutorClosed,
     GraphLost,
-    Options,
     StateLost,
     convert_sync_batchnorm,
 )
@@ -148,12 +147,8 @@ def test_T1_accumulation(two: Executor) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_T1_in_this_process() -> None:
-    """Replicas inside of the driver's process train as others do; in place it is torch's own."""
-    how: dict[str, Any] = {"keywords": {"lr": 0.01}, "clip": "own"}
-    with Executor(["cpu"] * 2, options=Options(in_process=True, threads=1)) as executor:
-        found = [train(executor, torch.optim.Adam, inside, **how) for inside in (True, False)]
-    assert same(*found)
+def test_T1_in_place() -> None:
+    """The optimizer is torch's own."""
     own = DataParallel(nn.Linear(2, 2), ["cpu"]).optimizer(torch.optim.SGD, lr=0.1)
     assert type(own) is torch.optim.SGD
 
@@ -398,9 +393,8 @@ def test_T2_a_death_changes_no_bit(
     plan: dict[int, list[str]], replicas: int, executors: Any, tmp_path: Path
 ) -> None:
     """In forward, backward, between them, before and after a step, and as weights are fetched."""
-    with Executor(["cpu"] * replicas, options=Options(in_process=True, threads=1)) as here:
-        expected = train_fragile(here, tmp_path, {}, inside=True)
     executor = executors(replicas, name="killable")
+    expected = train_fragile(executor, tmp_path, {}, inside=True)
     deaths = executor.stats().deaths
     found = train_fragile(executor, tmp_path, plan, inside=True)
     assert armed(tmp_path) == []
@@ -666,7 +660,7 @@ def test_T3_the_scaler(two: Executor) -> None:
     assert same(*results)
 
 
-def test_T3_other_wrappers(two: Executor) -> None:
+def test_T3_other_wrappers(two: Executor, killable: Executor) -> None:
     """Another wrapper of the module, of a part of it, in place and on another executor see all
     steps; an optimizer in the driver may follow.
     """
@@ -678,9 +672,9 @@ def test_T3_other_wrappers(two: Executor) -> None:
     assert torch.equal(DataParallel(net, executor=two)(x), out)
     assert torch.equal(DataParallel(net, ["cpu"])(x), out)
     advance(model, optimizer, 1)
-    with Executor(["cpu"], options=Options(in_process=True)) as other:
-        assert torch.equal(DataParallel(net[:1], executor=other)(x), net[:1](x))
-        assert model.stats().steps_behind == 0
+    part = DataParallel(net[:1], executor=killable)
+    torch.testing.assert_close(part(x), net[:1](x))
+    assert model.stats().steps_behind == 0
     plain, ordinary = small(two, inside=False)
     for step in range(2):
         advance(plain, ordinary, step)

@@ -58,12 +58,6 @@ PLAN: dict[int, Sequence[str]] = {
 }
 
 
-def undisturbed(chunks: int, folder: Path, steps: int, **how: Any) -> list[Tensor]:
-    """What comes of it if no replica dies."""
-    with Executor(["cpu"] * chunks, options=Options(in_process=True, threads=1)) as executor:
-        return train(executor, folder, steps, {}, **how)
-
-
 @pytest.mark.parametrize(
     ("chunks", "how", "plan"),
     [
@@ -79,8 +73,8 @@ def test_training_ends_with_the_same_bits(
     """Deaths in forward and backward, of chunk 0 and of others, in a replay: losses, state and
     generator are equal.
     """
-    expected = undisturbed(chunks, tmp_path, 5, **how)
     executor = executors(chunks, name="killable")
+    expected = train(executor, tmp_path, 5, {}, **how)
     count = Count(executor)
     found = train(executor, tmp_path, 5, plan, **how)
     assert armed(tmp_path) == []
@@ -101,8 +95,7 @@ def test_the_death_of_all_between_forward_and_backward(killable: Executor, tmp_p
         loss.backward()
         return state(model)
 
-    with Executor(TWO, options=Options(in_process=True, threads=1)) as executor:
-        expected = backward(executor, False)
+    expected = backward(killable, False)
     assert same(backward(killable, True), expected)
 
 

@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 def test_X2_counts_of_weights() -> None:
     """One for each device, also where ``device_ids`` are edited later; sizes follow."""
-    options = Options(chunk_weights=[3, 1], in_process=True, threads=1)  # type: ignore[arg-type]
+    options = Options(chunk_weights=[3, 1])  # type: ignore[arg-type]
     assert options.chunk_weights == (3, 1) and hash(options)
     with pytest.raises(ValueError, match=r"2 weights for 3 devices \['cpu', 'cpu', 'cpu'\]"):
         DataParallel(Net(), THREE, options=options)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from fake_gpu import FakeGpus, installed, near_replicas
@@ -20,14 +21,13 @@ from torch import nn
 
 from benchmarks import gpu_host
 from raydp_parallel import DataParallel, Executor, Options
-from raydp_parallel.cluster.clients import InProcessClient
 from raydp_parallel.devices import cuda, memory
 from raydp_parallel.errors import TransferError
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.windows import GpuWindow
 
-HERE = Options(in_process=True)
+HERE = Options(metrics=False, gpu_paths=("host",))
 
 
 @pytest.fixture
@@ -81,11 +81,8 @@ def test_training_has_the_values_of_cpus(gpus: FakeGpus, home: str, registers: b
         weight: Any = own.get_parameter("0.0.weight")
         assert weight.grad.device == weight.device
         assert weight.device.type == home
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raydp_parallel.cluster.start.InProcessClient", InProcessClient)
-        with Executor(["cpu", "cpu"], options=HERE) as executor:
-            found = [*train(evaluated(DataParallel(other, executor=executor), x), x)]
-    assert losses == pytest.approx(found, rel=1e-12)
+    upstream = evaluated(oracle.DataParallel(other, [0, 1]), x)
+    assert losses == pytest.approx([*train(upstream, x)], rel=1e-12)
     for a, b in zip(own.state_dict().values(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(a.cpu(), b)
 
@@ -275,8 +272,7 @@ def test_without_a_gpu_cuda_is_not_started() -> None:
     code = """
 import raydp_parallel, torch
 torch.cuda._lazy_init = None
-options = raydp_parallel.Options(in_process=True)
-model = raydp_parallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"], options=options)
+model = raydp_parallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"])
 model(torch.ones(4, 2)).sum().backward()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

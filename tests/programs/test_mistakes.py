@@ -50,7 +50,7 @@ def with_generator() -> None:
 
 
 def closed() -> None:
-    with Executor(CPUS, options=Options(in_process=True)) as executor:
+    with Executor((), options=Options(name="closed")) as executor:
         model = DataParallel(Net(), executor=executor)
     model(X)
 
@@ -88,7 +88,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a generator in the module": (with_generator, r"module.stream is a .*generator.*Leave it out"),
     "arguments of two sizes": (lambda: call(id, X, torch.ones(2)), "give all arguments one size"),
     "an attribute set on a replica": (lambda: counted(Net()), "count.*set it on the module"),
-    "breakpoint() in forward": (lambda: call(lambda net: breakpoint()), "in_process=True"),
+    "breakpoint() in forward": (
+        lambda: call(lambda net: breakpoint()),
+        r"DataParallel\(net, \['cpu'\]\)",
+    ),
     "sys.exit() in forward": (lambda: call(lambda net: sys.exit(1)), "goes on"),
     "a closed executor": (closed, "make another"),
     "a method of the master": (

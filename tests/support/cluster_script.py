@@ -115,10 +115,9 @@ def train(
     return [*kept, *(t.detach().clone() for t in (*model.parameters(), *model.buffers()))]
 
 
-def here(net: nn.Module, chunks: int) -> DataParallel[Any]:
-    """The same in this process."""
-    inside = Options(in_process=True, threads=1)
-    return DataParallel(copy.deepcopy(net), ["cpu"] * chunks, options=inside)
+def on_cpus(net: nn.Module, chunks: int) -> DataParallel[Any]:
+    """The same on CPUs."""
+    return DataParallel(copy.deepcopy(net), ["cpu"] * chunks)
 
 
 def add_node(cluster: Cluster, zone: str | None = None) -> Any:
@@ -139,9 +138,9 @@ def two_nodes(net: nn.Module) -> None:
     with Executor(options=Options(name="first")) as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
         assert model.device_ids == [0, 1]
-        assert same(train(model, 2, 3), train(here(net, 2), 2, 3))
+        assert same(train(model, 2, 3), train(on_cpus(net, 2), 2, 3))
         trained = DataParallel(copy.deepcopy(net), executor=executor)
-        assert same(train(trained, 2, 3, inside=True), train(here(net, 2), 2, 3))
+        assert same(train(trained, 2, 3, inside=True), train(on_cpus(net, 2), 2, 3))
         assert len({*nodes_of(executor)}) == 2 and nodes_of(executor) == sorted(nodes_of(executor))
         assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
         assert not any(slot.client.hello.near for slot in executor.slots([0, 1]))
@@ -226,7 +225,7 @@ def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> 
         (2, "backward"): lambda: end(2),
         3: lambda: end(1),
     }
-    assert same(train(model, 3, 4, plan), train(here(Held(net, folder), 3), 3, 4))
+    assert same(train(model, 3, 4, plan), train(on_cpus(Held(net, folder), 3), 3, 4))
     assert executor.stats().deaths == 4, executor.stats()
     assert not [*Path(folder).iterdir()]
     print("nodes are lost in each phase, and training gives the same")
@@ -258,7 +257,7 @@ def elastic(cluster: Cluster, net: nn.Module) -> None:
             assert accepted, why
             time.sleep(1.1)  # it is looked for once per second
 
-        assert same(train(model, 3, 3, {1: join, 2: drain}), train(here(net, 3), 3, 3))
+        assert same(train(model, 3, 3, {1: join, 2: drain}), train(on_cpus(net, 3), 3, 3))
         note()
         assert states == ["away away ready", "away ready ready", "away away ready"], states
         assert executor.stats().deaths == 0

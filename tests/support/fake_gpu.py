@@ -26,7 +26,7 @@ import socket
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -517,9 +517,36 @@ class Near:
         self.channel.close()
         self._theirs.close()
 
-    end = close
+    end = kill = close
+
+
+class NearStarter:
+    """Starts replicas in this process; the methods are those of `Starter`."""
+
+    def __init__(self, make: Any, ranks: Mapping[Any, int]) -> None:
+        self._make, self._ranks = make, {**ranks}
+
+    def alive(self) -> bool:
+        """Say yes."""
+        return True
+
+    def threads(self, _chunks: int) -> int:
+        """One."""
+        return 1
+
+    def start(self, wanted: Sequence[Any], _cancelled: Any = None) -> dict[Any, Near]:
+        """Start a replica in each place."""
+        return {p: self._make(self._ranks.setdefault(p, len(self._ranks))) for p in wanted}
+
+    def release(self, _wanted: Any = None) -> None:
+        """Release nothing."""
 
 
 def near_replicas(gpus: FakeGpus, patch: Any, ipc: bool = False) -> None:
-    """Let replicas of ``Options(in_process=True)`` be those of `Near`."""
-    patch.setattr("raydp_parallel.cluster.start.InProcessClient", lambda i: Near(gpus, i, ipc))
+    """Let all replicas be those of `Near`."""
+
+    def starter(_name: str, _options: Any, ranks: Mapping[Any, int]) -> NearStarter:
+        return NearStarter(lambda index: Near(gpus, index, ipc), ranks)
+
+    patch.setattr("raydp_parallel.cluster.replica_set.Starter", starter)
+    patch.setattr("raydp_parallel.cluster.placement.check_gpus", lambda *_: None)
