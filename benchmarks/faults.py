@@ -128,7 +128,7 @@ def settle(executor: Executor) -> None:
 
 def soak(replicas: int, kills: int, seed: int, penalty: bool, pause: float) -> dict[str, Any]:
     """Train under fire, then undisturbed, and compare."""
-    options = Options(call_timeout=CALL_TIMEOUT, max_restarts_per_hour=1_000_000, threads=1)
+    options = Options(call_timeout=CALL_TIMEOUT, threads=1)
     begun = time.monotonic()
     with Executor(["cpu"] * replicas, options=options) as executor:
         trainer = Trainer(executor, seed, penalty)
@@ -155,8 +155,7 @@ def cost(rounds: int, replicas: int) -> dict[str, float]:
     x, y = vectors(1024, 64)
     calm: list[float] = []
     extra: dict[str, list[float]] = {"one, before": [], "one, between": [], "all, before": []}
-    options = Options(max_restarts_per_hour=1_000_000)
-    with Executor(["cpu"] * replicas, options=options) as executor:
+    with Executor(["cpu"] * replicas) as executor:
         model = DataParallel(perceptron(1024), executor=executor)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 

@@ -50,12 +50,6 @@ class ReplicaDied(ReplicaError):
     """The replica's process ended, or was too slow, and its work could not be done again."""
 
 
-class RestartsSpent(ReplicaError):
-    """No replica is left, and more were started within the hour than
-    `Options.max_restarts_per_hour` allows.
-    """
-
-
 class GraphLost(ReplicaError):
     """Backward needs a graph that went away with the replica that held it."""
 

@@ -77,8 +77,6 @@ class Options:
             for a place Ray's autoscaler knows of it, and a node that is added is used.
         call_timeout: Seconds that one forward or backward may take before its replica counts as
             dead and is ended; None waits.
-        max_restarts_per_hour: How many replicas that died are replaced within an hour. Beyond that,
-            calls go on with those that are left, and without any raise `RestartsSpent`.
         cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number
             of them share a small machine.
         gpus_per_replica: The part of a GPU that Ray books for each replica, above 0 and at most 1.
@@ -110,7 +108,6 @@ class Options:
     chunk_weights: Sequence[float] | None = None
     placement_timeout: float = 60.0
     call_timeout: float | None = None
-    max_restarts_per_hour: int = 100
     cpus_per_replica: float = 0.0
     gpus_per_replica: float = 1.0
     resources: Mapping[str, float] = field(default_factory=Frozen)
@@ -187,9 +184,6 @@ class Options:
             if seconds is not None and not 0 < seconds <= _LONGEST:
                 without = "; None waits without a limit" if name == "call_timeout" else ""
                 self._refuse(name, f"expected seconds above 0, at most {_LONGEST:g}{without}")
-        restarts = self.max_restarts_per_hour
-        if not _is_number(restarts) or not 0 <= restarts < math.inf:
-            self._refuse("max_restarts_per_hour", "expected at least 0")
         if not 0 <= self.cpus_per_replica < math.inf:
             self._refuse("cpus_per_replica", "expected at least 0")
         if not 0 < self.gpus_per_replica <= 1:

@@ -25,12 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let replicas compute with one thread, as tests do, and die as often as tests like."""
+    """Let replicas compute with one thread, as tests do."""
     from raydp_parallel import Options
 
     global _nodes
     _nodes = config.getoption("--nodes")
-    Options.__init__.__kwdefaults__.update(threads=1, max_restarts_per_hour=10_000)
+    Options.__init__.__kwdefaults__.update(threads=1)
     # A shell starts programs in the background with SIGINT ignored; tests of Ctrl-C would hang.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -19,7 +19,7 @@ def test_defaults_are_upstreams() -> None:
     options = Options()
     assert (options.unused_grads, options.scalars) == ("zeros", "vector")
     assert options.call_timeout is None
-    assert len(dataclasses.fields(Options)) == 15
+    assert len(dataclasses.fields(Options)) == 14
 
 
 def test_frozen_and_by_keyword() -> None:
@@ -62,7 +62,6 @@ BAD: dict[str, list[Any]] = {
     "cpus_per_replica": [-1, math.nan],
     "gpus_per_replica": [0, 2, -0.5],
     "threads": [0],
-    "max_restarts_per_hour": [-1, math.nan, math.inf],
     "name": ["", "a/b", "me@host", "red\x1b[31m", "two\nlines", "\u202egnp.exe"],
     "resources": [{"disk": 0}, {"disk": -1.0}, {"disk": "1"}, {"disk": True}, {"GPU": 1}],
     "label_selector": [{"z": ""}, {"z": "in()"}, {"z": 1}, {"z": "a b) or (c"}],

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from raydp_parallel.options import Options
 log = logging.getLogger("raydp_parallel")
 
 _LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
-_HOUR = 3600.0
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
 _START_DELAY = 0.25
@@ -111,7 +109,6 @@ class ReplicaSet:
         self._arrived: dict[DevicePlace, Client] = {}
         self._problems: dict[DevicePlace, errors.ParallelError] = {}
         self._in_vain: dict[DevicePlace, int] = {}
-        self._starts: deque[float] = deque()
         self._working: dict[DevicePlace, threading.Thread] = {}
         self._ended = threading.Event()
         self._awaited = threading.Event()
@@ -287,11 +284,9 @@ class ReplicaSet:
     # Replacements.
 
     def _ensure(self, wanted: Collection[DevicePlace]) -> None:
-        """Make sure that a replica starts in each place. Those that were given up are tried again,
-        if the hour allows it.
-        """
+        """Make sure that a replica starts in each place."""
         for place in wanted:
-            if place not in self._arrived and (self._left() or place not in self._problems):
+            if place not in self._arrived:
                 self._begin(place, None)
 
     def _begin(self, place: DevicePlace, loss: _Loss | None) -> None:
@@ -331,42 +326,31 @@ class ReplicaSet:
         assert starter is not None
         while True:
             tries = self._in_vain.get(place, 0)
-            if ended.wait(min(_PAUSES[0] * 2**tries, _PAUSES[1]) if tries else 0.0):
+            pause = min(_PAUSES[0] * 2**tries, _PAUSES[1]) if tries else 0.0
+            if pause == _PAUSES[1]:
+                text = "device %s: %d replicas ended before they answered; the next starts in %g s"
+                log.warning(text, place.device_id, tries, pause)
+            if ended.wait(pause):
                 return None
             if not starter.alive():
                 raise errors.ClusterError(_LEFT)
-            most = self.options.max_restarts_per_hour
-            if not self._left():
-                raise errors.RestartsSpent(
-                    f"{most} replicas were started within an hour in place of dead ones, as "
-                    f"Options(max_restarts_per_hour={most}) allows. The log names the causes; "
-                    "calls go on with the replicas that are left, if any"
-                )
-            self._starts.append(booked := time.monotonic())
+            begun = time.monotonic()
             try:
                 found = starter.start([place], lambda: ended.is_set() or not starter.alive())
             except errors.PlacementError as error:
                 if ended.is_set() or not starter.alive():
                     continue  # which ends above
                 known, self._problems[place] = place in self._problems, error
-                if isinstance(error, errors.NoRoom):
-                    self._starts.remove(booked)  # no process was started
-                else:
+                if not isinstance(error, errors.NoRoom):  # a process was started
                     self._in_vain[place] = tries + 1
                 level = logging.INFO if known else logging.WARNING
                 log.log(level, "device %s waits for a replica: %s", place.device_id, error)
                 continue
             self._problems.pop(place, None)
-            seconds, pid = time.monotonic() - booked, found[place].hello.pid
+            seconds, pid = time.monotonic() - begun, found[place].hello.pid
             text = "a new replica for device %s (pid %d) took %.1f s"
             log.info(text, place.device_id, pid, seconds)
             return found[place]
-
-    def _left(self) -> int:
-        """Return how many starts the hour still allows."""
-        while self._starts and self._starts[0] < time.monotonic() - _HOUR:
-            self._starts.popleft()
-        return self.options.max_restarts_per_hour - len(self._starts)
 
     def _wait(self, wanted: Collection[DevicePlace], timeout: float) -> bool:
         """Wait until a replica started in one of the places; False if none will, or not in time."""

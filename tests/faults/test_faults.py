@@ -20,8 +20,7 @@ from harness import ended, limited, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same, state, train, whole
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, GraphLost, Options, ReplicaDied, StateChanged
-from raydp_parallel.errors import RestartsSpent
+from raydp_parallel import DataParallel, Executor, GraphLost, ReplicaDied, StateChanged
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -248,23 +247,6 @@ def test_a_chunk_that_ends_whoever_runs_it(killable: Executor) -> None:
     with pytest.raises(ReplicaDied, match=text):
         model(torch.arange(2.0))
     assert model(torch.tensor([0.0, 2.0])).tolist() == [0.0, 2.0]
-
-
-@pytest.mark.long
-def test_the_budget_of_restarts() -> None:
-    """Spent, calls go on with those that are left; without any there is a clear error."""
-    with Executor(TWO, options=Options(max_restarts_per_hour=0)) as executor:
-        model = DataParallel(nn.Linear(4, 2), executor=executor)
-        x = torch.ones(4, 4)
-        expected = model(x)
-        kill(executor, 1)
-        for _ in range(2):
-            out = model(x)
-            assert torch.equal(out, expected)
-        kill(executor, 0)
-        for use in (lambda: model(x), lambda: out.sum().backward()):
-            with pytest.raises(RestartsSpent, match="max_restarts_per_hour=0"):
-                use()
 
 
 class Stops(nn.Module):

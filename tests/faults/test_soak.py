@@ -222,7 +222,7 @@ def middle(values: list[float]) -> float:
 def test_threads_through_everything() -> None:
     """Nothing is wrong, nothing hangs, and neither memory nor descriptors grow."""
     minutes = float(os.environ.get("SOAK_MINUTES", "10"))
-    options = Options(max_restarts_per_hour=100_000, call_timeout=60)
+    options = Options(call_timeout=60)
     with Executor(["cpu", "cpu"], options=options) as executor:
         main = Trainer(executor, 300)
         small, large = Predictor(executor, 8), Predictor(executor, 1 << 18)
