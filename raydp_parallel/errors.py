@@ -19,9 +19,7 @@ class PlacementError(ParallelError):
 
 
 class NoRoom(PlacementError):
-    """Nothing was free for a replica within the deadline. The text says what is free and where, and
-    which jobs hold the rest.
-    """
+    """Nothing was free for a replica within the deadline. The text says what is free, and where."""
 
 
 class ClusterError(ParallelError):

@@ -17,25 +17,20 @@ a name that is in use, and frees that of a removed group late.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import re
 import threading
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from raydp_parallel.cluster import ray_api
-from raydp_parallel.cluster.ray_api import Group, Holder, Node, holders, is_private, nodes
+from raydp_parallel.cluster.ray_api import Group, Node, is_private, nodes
 from raydp_parallel.errors import NoRoom, PlacementError
-from raydp_parallel.monitoring.stats import printable
 from raydp_parallel.options import Options
-
-log = logging.getLogger("raydp_parallel")
 
 T = TypeVar("T")
 
@@ -208,7 +203,7 @@ _SHOWN = 8
 
 
 def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
-    """Make the error for replicas that found no place: needs, free resources, and their holders."""
+    """Make the error for replicas that found no place: their needs, and what is free."""
     machines, kinds, each, free = nodes(), [place.kind for place in wanted], [], []
     for kind in dict.fromkeys(kinds):
         if needs := booked(kind, options):
@@ -221,43 +216,15 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
             for name in ("GPU", "CPU", *options.resources)
         )
         unfit = "" if suits(node, options) else " (not one of those that Options allow)"
-        free.append(f"{_named(node)}: {amounts}{unfit}")
-    held = ""
-    if any(place.kind == "gpu" for place in absent):
-        try:
-            held = _held(machines, [*holders()])
-        except Exception:  # these tables of Ray are not public: another version may differ
-            log.debug("cannot find out who holds GPUs", exc_info=True)
+        free.append(f"node {node.id[:8]} ({node.address}): {amounts}{unfit}")
     return NoRoom(
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
         f"({'; '.join(each) or 'which book nothing'}{labels}); after "
         f"{options.placement_timeout:g} s the replicas for device_ids "
-        f"{[place.device_id for place in absent]} had no place. Free now: {'; '.join(free)}. {held}"
-        "End what holds them (an executor of this program: close it), add nodes, or use fewer "
-        "device_ids"
+        f"{[place.device_id for place in absent]} had no place. Free now: {'; '.join(free)}. "
+        "End what holds the rest (`ray list placement-groups` shows it; executors of this program: "
+        "close them), add nodes, or use fewer device_ids"
     )
-
-
-def _named(node: Node) -> str:
-    return f"node {node.id[:8]} ({node.address})"
-
-
-def _held(machines: Sequence[Node], found: Sequence[Holder]) -> str:
-    """Say which jobs hold GPUs of which node; the rest, which Ray does not list, tasks hold."""
-    lines = []
-    for node in machines:
-        known: dict[str, float] = defaultdict(float)
-        for holder in found:
-            if holder.node == node.id:
-                known[f"{holder.name} of {holder.job}"] += holder.amount
-        parts = [f"{amount:g} by {name}" for name, amount in known.items()]
-        held = node.total.get("GPU", 0) - node.free.get("GPU", 0)
-        if (rest := held - sum(known.values())) > 0.01:
-            parts.append(f"{rest:g} by tasks, or about to be free")
-        if parts and held > 0.01:
-            lines.append(f"of {_named(node)}: {', '.join(parts)}")
-    # The names of classes, programs and groups are other users'.
-    return printable(f"GPUs are held {'; '.join(lines[:_SHOWN])}. ") if lines else ""
 
 
 _RACE = 2.0

@@ -15,8 +15,7 @@ import os
 import re
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -26,7 +25,6 @@ from ray._private.state import state
 from ray._private.utils import get_ray_address_file, read_ray_address  # type: ignore[attr-defined]
 from ray._private.worker import global_worker
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.core.generated import gcs_pb2
 from ray.util.metrics import Counter as Counter
 from ray.util.metrics import Gauge as Gauge
 from ray.util.placement_group import (
@@ -59,8 +57,6 @@ TURN = 0.2
 
 BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).parameters
 """True if this version places by labels."""
-
-_pb: Any = gcs_pb2
 
 
 def session() -> Callable[[], bool]:
@@ -329,41 +325,6 @@ def strategy(group: Group | None, bundle: int, node: str) -> Any:
         # With soft=True Ray takes any node for a process that needs nothing (seen with 2.60).
         return NodeAffinitySchedulingStrategy(node, soft=False)
     return PlacementGroupSchedulingStrategy(group, bundle)
-
-
-class Holder(NamedTuple):
-    """An actor, or a placement group, that holds GPUs of a node, and its job, in words."""
-
-    node: str
-    amount: float
-    name: str
-    job: str
-
-
-def holders() -> Iterator[Holder]:
-    """Yield the actors without a group, and the placement groups, that hold GPUs."""
-    accessor = state._connect_and_get_accessor()
-    jobs: dict[str, str] = defaultdict(lambda: "a job that ended")
-    for known in state.job_table():
-        entry = f", {known['Entrypoint']!r}" if known.get("Entrypoint") else ""
-        where = f"(pid {known['DriverPid']} on {known['DriverIPAddress']}{entry})"
-        own = known["JobID"] == job()
-        jobs[known["JobID"]] = "this program" if own else f"job {known['JobID']} {where}"
-    for data in accessor.get_actor_table(None, "ALIVE"):
-        actor = _pb.ActorTableData.FromString(data)
-        amount = dict(actor.required_resources).get("GPU", 0.0)
-        if amount:
-            named = repr(actor.name) if actor.name else "without a name"
-            name = f"actor {named} ({actor.class_name}, pid {actor.pid})"
-            yield Holder(actor.node_id.hex(), amount, name, jobs[actor.job_id.hex()])
-    for data in accessor.get_placement_group_table():
-        group = _pb.PlacementGroupTableData.FromString(data)
-        ours = re.fullmatch(r"raydp:([^:]*):.*", group.name)
-        name = f"executor {ours[1]!r}" if ours else f"placement group {group.name!r}"
-        for bundle in group.bundles if group.state != _pb.PlacementGroupTableData.REMOVED else ():
-            amount = dict(bundle.unit_resources).get("GPU", 0.0)
-            if amount and bundle.node_id:
-                yield Holder(bundle.node_id.hex(), amount, name, jobs[group.creator_job_id.hex()])
 
 
 _NAMESPACE = b"raydp_parallel"

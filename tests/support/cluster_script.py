@@ -132,10 +132,8 @@ def nodes_of(executor: Executor) -> list[str]:
 
 
 def two_nodes(net: nn.Module) -> None:
-    """Code and weights reach nodes that have neither; a job that asks for more is told which one
-    holds what.
-    """
-    with Executor(options=Options(name="first")) as executor:
+    """Code and weights reach nodes that have neither; who asks for more is told what is free."""
+    with Executor() as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
         assert model.device_ids == [0, 1]
         assert same(train(model, 2, 3), train(on_cpus(net, 2), 2, 3))
