@@ -63,26 +63,6 @@ def fake(request: pytest.FixtureRequest) -> Fake:
     return Fake(request.node.name)  # a name of its own: a second one of a name gets a number
 
 
-def test_counters_of_a_replica(fake: Fake) -> None:
-    for _ in range(10):
-        fake.step()
-    first, second = fake.stats().replicas
-    assert (first.calls, first.rows, first.models) == (10, 600, ("ResNet",))
-    assert (first.bytes_in, first.bytes_out) == (20_000_000, 10_000_000)
-    assert first.rate == pytest.approx(60)
-    assert first.shares == pytest.approx((0.6, 0.3, 0.1))
-    assert second.calls == 0 and second.shares == pytest.approx((0, 1, 0))
-    assert (first.device_id, second.device_id) == (0, "cpu")
-
-
-def test_a_backward_that_was_not_announced_is_work_but_no_forward(fake: Fake) -> None:
-    fake.now += 1
-    fake.recorder.answered(0, 0, 0.75, 10, 20)
-    replica = fake.stats().replicas[0]
-    assert (replica.calls, replica.rows, replica.bytes_out) == (0, 0, 20)
-    assert replica.shares == pytest.approx((0.75, 0.25, 0))
-
-
 def test_a_death_and_its_replacement(fake: Fake) -> None:
     fake.recorder.died(1, "replica 1 died: SIGKILL")
     fake.now += 5

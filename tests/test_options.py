@@ -14,26 +14,12 @@ import torch
 from raydp_parallel.options import Options
 
 
-def test_defaults_are_upstreams() -> None:
-    """Zeros for unused parameters (B3), vectors of scalars (G2), replicas in processes."""
-    options = Options()
-    assert (options.unused_grads, options.scalars) == ("zeros", "vector")
-    assert options.call_timeout is None
-    assert len(dataclasses.fields(Options)) == 14
-
-
 def test_frozen_and_by_keyword() -> None:
     """They cannot change under an executor that was made with them, and read as what they mean."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().name = "other"  # type: ignore[misc]
     with pytest.raises(TypeError):
         Options("none")  # type: ignore[misc]
-
-
-def test_equal_options_are_one_key() -> None:
-    """Executors are found again by them; they survive a pickle."""
-    assert {Options(): 1}[Options()] == 1
-    assert pickle.loads(pickle.dumps(Options(threads=2))) == Options(threads=2) != Options()
 
 
 def test_every_field_is_documented() -> None:
@@ -131,24 +117,3 @@ def test_an_unknown_choice_is_told_the_known_ones(name: str) -> None:
     """The value seen and the values expected."""
     with pytest.raises(ValueError, match=f"Options\\({name}='x'\\): expected one of \\w+, "):
         Options(**{name: "x"})
-
-
-@pytest.mark.parametrize(
-    "good",
-    (
-        {"unused_grads": "none"},
-        {"scalars": "mean"},
-        {"chunk_weights": (4, 1)},
-        {"gpu_paths": ("host",)},
-        {"call_timeout": 0.5},
-        {"gpus_per_replica": 0.25},
-        {"name": "resnet50-run.3"},
-        {"resources": {"accelerator_type:A100": 0.001}},
-        {"label_selector": {"market-type": "!spot", "zone": "!in(a,b)"}},
-    ),
-    ids=str,
-)
-def test_good_values_are_taken(good: dict[str, Any]) -> None:
-    """The ends of each range."""
-    (name,) = good
-    assert getattr(Options(**good), name) == good[name]

@@ -147,19 +147,6 @@ def test_B1_gradients_are_sums_over_replicas(rows, replicas):
     parity(mlp(), use, replicas)
 
 
-def test_B1_gradients_accumulate_in_place():
-    """A second backward adds to the same ``.grad`` tensors, as an optimizer expects."""
-    model = wrap(mlp())
-    x = data(4, 3)
-    model(x).sum().backward()
-    first = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
-    model(x).sum().backward()
-    for name, p in model.named_parameters():
-        kept, before = first[name]
-        assert p.grad is kept
-        torch.testing.assert_close(p.grad, 2 * before)
-
-
 @pytest.mark.parametrize("width", [5, 30_000])  # what rides in the call, and what does not
 def test_B1_gradient_may_be_changed_by_its_owner(width):
     """Gradients lie in writable memory of their own, one apart from the other."""
@@ -188,27 +175,6 @@ def test_B1_tensor_hook_fires_once_with_the_sum(model):
 
 
 @alike(mlp)
-def test_B1_post_accumulate_hook_fires_once(model):
-    """So an optimizer that steps in the hook works."""
-    fired = Counter()
-
-    def step(name):
-        def hook(p):
-            fired[name] += 1
-            with torch.no_grad():
-                p -= 0.1 * p.grad
-            p.grad = None
-
-        return hook
-
-    for i, p in enumerate(model.parameters()):
-        p.register_post_accumulate_grad_hook(step(i))
-    for _ in range(2):
-        model(data(5, 3)).square().sum().backward()
-    return sorted(fired.items()), [p.detach().clone() for p in model.parameters()]
-
-
-@alike(mlp)
 def test_B1_multi_grad_hook_fires_once(model):
     """`register_multi_grad_hook` over all parameters."""
     seen = []
@@ -228,14 +194,6 @@ def test_B1_same_input_as_two_arguments(model):
     return x.grad
 
 
-@alike(mlp)
-def test_B1_leaf_shared_by_two_calls(model):
-    """An input that goes through the model twice gets the sum."""
-    x = leaf(5, 3)
-    (model(x).sum() + model(2 * x).square().sum()).backward()
-    return x.grad
-
-
 class Keyword(nn.Module):
     """Takes tensors deep in its arguments."""
 
@@ -249,25 +207,6 @@ def test_B1_gradients_of_nested_and_keyword_inputs(model):
     a, b, scale = leaf(5, 3), leaf(5, 3), leaf(5, 1)
     model((a, {"b": b, "n": 3}), extra={"scale": scale}).square().sum().backward()
     return a.grad, b.grad, scale.grad
-
-
-@alike(mlp)
-def test_B1_non_leaf_inputs(model):
-    """Gradients flow on into what produced the input: a wrapped block in the middle of a model."""
-    torch.manual_seed(1)
-    before, after = nn.Linear(4, 3), nn.Linear(2, 1)
-    after(model(before(data(5, 4)).tanh())).sum().backward()
-    return [p.grad for p in (*before.parameters(), *after.parameters())]
-
-
-@alike(mlp)
-def test_B1_frozen_module_passes_the_input_gradient(model):
-    """No parameter wants a gradient, an input does."""
-    x = leaf(5, 3)
-    model.requires_grad_(False)
-    model(x).square().sum().backward()
-    assert all(p.grad is None for p in model.parameters())
-    return x.grad
 
 
 @alike(lambda: nn.Linear(3, 2, dtype=torch.complex64), upstream=False)  # it refuses such views
@@ -618,26 +557,6 @@ def test_B5_sparse_under_option_none_stays_sparse():
 # --- B6: higher orders, and autograd.grad ---
 
 
-@alike(mlp, [2, 3], plain=False)
-def test_B6_gradient_penalty(model):
-    """WGAN-GP: the norm of the input's gradient as a loss."""
-    x = leaf(6, 3)
-    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    loss = (grad.norm(dim=1) - 1).square().mean()
-    (loss + model(data(6, 3)).mean()).backward()
-    return grad.detach(), x.grad
-
-
-@alike(mlp)
-def test_B6_second_order_in_the_weights(model):
-    """A Hessian-vector product over all parameters."""
-    params = list(model.parameters())
-    loss = model(data(5, 3)).square().sum()
-    grads = torch.autograd.grad(loss, params, create_graph=True)
-    vector = [data(*p.shape) for p in params]
-    return torch.autograd.grad(grads, params, vector)
-
-
 @alike(mlp)
 def test_B6_mixed_second_order(model):
     """The gradient of the input, differentiated by weights and back; ``.grad`` is left alone."""
@@ -802,22 +721,6 @@ def test_B6_second_order_with_a_constant_gradient(model):
     return gx.detach(), gy.detach(), y.grad
 
 
-def test_B6_batchnorm_double_backward():
-    """Second order through batch norm, each replica with its own statistics. The last bias has no
-    second derivative: None in the plain module, zeros here as upstream.
-    """
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
-
-    def use(model):
-        x = leaf(8, 3)
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        grad.square().sum().backward()
-        return grad.detach(), x.grad
-
-    models = parity(net, use, plain=False)
-    assert torch.equal(models.ours.module[3].bias.grad, torch.zeros(1))
-
-
 # --- B6: only what is asked for ---
 
 
@@ -958,21 +861,6 @@ def test_B6_transforms_are_refused(two, transform):
 # --- B7: backward twice ---
 
 
-@alike(mlp)
-def test_B7_retain_graph(model):
-    """Retained twice, then freed; after the error the next step is as if nothing had happened."""
-    x = leaf(4, 3)
-    loss = model(x).square().sum()
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert TWICE in str(raised(loss.backward))
-    grads = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model(data(4, 3)).square().sum().backward()
-    return grads, x.grad
-
-
 class Shift(nn.Module):
     """Its graph saves nothing."""
 
@@ -1068,25 +956,6 @@ def test_B9_replica_without_gradient_where_gather_gives_a_list():
 # --- B10: many calls, checkpoints ---
 
 
-@alike(mlp, 3)
-def test_B10_many_forwards_before_one_backward(model):
-    """Micro-batches of different sizes, one loss."""
-    inputs = [leaf(n, 3) for n in (4, 1, 7, 2)]
-    sum(model(x).square().sum() for x in inputs).backward()
-    return [x.grad for x in inputs]
-
-
-@alike(mlp)
-def test_B10_backwards_in_another_order(model):
-    """Forwards a, b, c; backwards b, a, c."""
-    inputs = [leaf(4, 3) for _ in range(3)]
-    a, b, c = [model(x).square().sum() for x in inputs]
-    b.backward()
-    a.backward()
-    c.backward()
-    return [x.grad for x in inputs]
-
-
 @alike(lambda: nn.Linear(3, 3))
 def test_B10_output_fed_back(model):
     """A recurrent use: the output of one call is the input of the next."""
@@ -1166,15 +1035,6 @@ def test_B10_checkpoint_inside_and_outside(model):
     for _ in range(2):
         checkpoint(model, x, use_reentrant=True).square().sum().backward()
     return x.grad
-
-
-@alike(lambda: Checkpointed(False, norm=False), plain=False)
-def test_B10_second_order_through_a_checkpoint(model):
-    """Non-reentrant checkpoints can be differentiated twice."""
-    x = leaf(6, 3)
-    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    grad.square().sum().backward()
-    return grad.detach(), x.grad
 
 
 def test_B10_subset_under_a_checkpoint():
@@ -1328,31 +1188,6 @@ def test_B11_what_no_version_shows_does_not_reach_the_graph(what):
     (x if what == "input" else models.ours.module[2].weight.data).mul_(3)
     loss.backward()
     assert_same_grads(models.ours, models.plain)
-
-
-@alike(mlp, upstream=False)
-def test_B11_later_graph_is_not_blamed(model):
-    """A change between two forwards: the older graph may fail, the newer is right."""
-    old = model(leaf(6, 3)).square().sum()
-    change(model, "last weight")
-    x = leaf(6, 3)
-    new = model(x).square().sum()
-    assert IN_PLACE in str(raised(old.backward))
-    model.zero_grad()
-    new.backward()
-    return x.grad
-
-
-@alike(lambda: nn.Linear(3, 2), upstream=False)
-def test_B11_older_graph_that_saved_nothing_does_not_spoil_a_newer(model):
-    """A weight that the older graph did not save and the newer did."""
-    old = model(data(6, 3)).square().sum()
-    change(model, "first weight")
-    x = leaf(6, 3)
-    new = model(x).square().sum()
-    old.backward()
-    new.backward()
-    return x.grad
 
 
 def test_B11_buffer_changed_in_the_driver():
@@ -1603,18 +1438,6 @@ def test_B14_mixed_outputs(model):
     return {key: value for key, value in out.items() if key != "nested"}, x.grad
 
 
-def test_B14_gradients_by_each_output_alone():
-    """Every differentiable output leads back to what it depends on."""
-    for name in ("y", "again", "input", "constant"):
-
-        def use(model, name=name):
-            x = leaf(5, 3)
-            model(x)[name].square().sum().backward()
-            return x.grad
-
-        parity(Everything(), use, plain=False)
-
-
 @alike(nn.Identity, plain=False)
 def test_B14_identity_module_returns_a_new_tensor(model):
     """Its output is not its input, and has the input's gradient, of both orders."""
@@ -1831,20 +1654,6 @@ def test_parallel_apply_of_different_modules():
     torch.testing.assert_close(x.grad, y.grad)
     for net, other in zip(nets, plain, strict=True):
         assert_same_grads(net, other)
-
-
-def test_two_wrappers_of_one_module():
-    """Calls through both, one backward: sums of both, hooks once."""
-    net = mlp()
-    plain = copy.deepcopy(net)
-    one, two = wrap(net, 2), wrap(net, 3)
-    seen = []
-    net[0].weight.register_hook(lambda grad: seen.append(grad))
-    x = data(6, 3)
-    (one(x).square().sum() + two(x).sum()).backward()
-    (plain(x).square().sum() + plain(x).sum()).backward()
-    assert_same_grads(net, plain)
-    assert len(seen) == 1
 
 
 def test_two_wrapped_models_in_one_graph():

@@ -257,37 +257,6 @@ def test_R5_the_master_s_own_tensors_are_written_to() -> None:
         assert window.tolist() == [1.0, 1.0]
 
 
-def test_R6_with_one_chunk_and_two_devices_rebinding_is_lost_too() -> None:
-    """F6's second half: a replica is used, though it is alone."""
-    ours, theirs, _ = trio(Traced(), 2)
-    for _ in range(2):
-        torch.testing.assert_close(ours(torch.ones(1, 3)), theirs(torch.ones(1, 3)))
-    assert_same_state(ours, theirs)
-
-
-def test_R6_writes_reach_the_master_also_when_another_chunk_raises() -> None:
-    """Chunk 0 ran to its end; what it wrote counts, as upstream's does (A5)."""
-    ours, theirs, _ = trio(RaisesLast(), 2)
-    for model in (ours, theirs):
-        assert isinstance(raised(lambda model=model: model(torch.arange(4.0))), ValueError)
-    assert_same_state(ours, theirs)
-    assert ours.module.count.item() == 1
-
-
-class RaisesLast(nn.Module):
-    """Counts, and raises in the last chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        if x.max() == 3:
-            raise ValueError("the last")
-        return x
-
-
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.InstanceNorm1d])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_R7_running_stats_come_from_chunk_0(layer: Any, replicas: int) -> None:

@@ -557,33 +557,6 @@ def test_T6_along_another_dimension(executors: Any) -> None:
 # --- training, and deaths ---
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_T6_training(executors: Any, replicas: int) -> None:
-    """The weights that a loss in the driver gives, accumulation and an uneven last batch
-    included.
-    """
-    results = []
-    for with_loss in (False, True):
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
-        model = DataParallel(net.double(), executor=executors(replicas))
-        criterion = nn.CrossEntropyLoss(ignore_index=1)
-        found = model.with_loss(criterion)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = []
-        for step in range(6):
-            optimizer.zero_grad()
-            for _ in range(2):
-                x = torch.randn(12 if step < 5 else 8, 5).double()
-                y = torch.randint(0, 4, (len(x),))
-                loss = found(x, y) if with_loss else criterion(model(x), y)
-                loss.backward()
-                losses.append(loss.detach())
-            optimizer.step()
-        results.append([*losses, *found.state_dict().values()])
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
-
-
 class Loss(nn.Module):
     """Cross entropy; its process may end."""
 

@@ -158,25 +158,6 @@ def test_perceptron(replicas, optimizer):
         close(run, train(net, rows, classify, optimizer(net)), 1e-5)
 
 
-def test_perceptron_with_accumulated_gradients():
-    """Several backwards before each step, with gradients clipped."""
-
-    def accumulate(model, *_):
-        value = torch.zeros(())
-        for micro in range(3):
-            loss = classify(model, *rows(micro)) / 3
-            if torch.is_grad_enabled() and micro < 2:
-                loss.backward()
-            value = loss
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        return value
-
-    net = perceptron()
-    found, expected = ours(net, 2), theirs(net, 2)
-    run = train(found, lambda _step: (), accumulate, sgd(found))
-    identical(run, train(expected, lambda _step: (), accumulate, sgd(expected)))
-
-
 def texts(step: int) -> tuple[Tensor, Tensor]:
     """Token ids and a mask that pads some rows."""
     generator = numbers(step)

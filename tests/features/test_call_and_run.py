@@ -126,16 +126,6 @@ def test_calling_forward_is_forward_without_hooks(pair: tuple[Any, Net]) -> None
     assert not torch.allclose(plain(x), plain.forward(x))
 
 
-def test_writes_are_those_of_a_forward(pair: tuple[Any, Net]) -> None:
-    """What chunk 0 wrote in place stays."""
-    model, plain = pair
-    x = batch()
-    assert model.call("count", x) is None
-    plain.total += plain.encoder(x[:3]).detach().sum(0)
-    assert (model.module.calls, model.module.history) == (0, [])
-    assert_same_state(model, plain, rtol=1e-9, atol=1e-9)
-
-
 def test_arguments_that_are_not_split(two: Executor) -> None:
     """One replica computes all; what it writes in place to the module stays."""
     net = Net().double()

@@ -101,21 +101,6 @@ def usable(model: DataParallel[Any]) -> bool:
     return torch.equal(model(torch.tensor([1.0, 4.0])), torch.tensor([2.0, 5.0]))
 
 
-@on_each_number
-@pytest.mark.parametrize("split", [True, False])
-def test_outputs_are_those_of_a_loop(executor: Executor, ids: list[str], split: bool) -> None:
-    """In the order of batches, and without gradients, whatever the caller's mode is."""
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    model = DataParallel(net, ids, executor=executor)
-    batches = [torch.randn(4 + number % 3, 6) for number in range(9)]
-    found = []
-    for out in model.map(iter(batches), split=split):
-        assert torch.is_grad_enabled() and not out.requires_grad
-        found.append(out)
-    torch.testing.assert_close(found, [net(x).detach() for x in batches])
-    assert list(model.map([])) == []
-
-
 def test_whole_batches_have_the_bits_and_the_seeds_of_a_loop_on_one_device(
     executor: Executor,
 ) -> None:
@@ -181,26 +166,6 @@ def test_no_more_batches_are_loaded_than_may_be_in_flight(
     for _ in outputs:
         given += 1
     assert given == 10 and max(waiting) == most
-
-
-@on_each_number
-@pytest.mark.parametrize("split", [False, True])
-def test_effects_of_forward_on_the_module_are_dropped(
-    executor: Executor, ids: list[str], split: bool
-) -> None:
-    """Each batch finds the module as it is, in training mode too."""
-    net = Effects()
-    model = DataParallel(net, ids, executor=executor)
-    before = {name: t.clone() for name, t in net.state_dict().items()}
-    assert len(list(model.map([torch.randn(8, 3) for _ in range(6)], split=split))) == 6
-    assert net.training and net.calls == 0
-    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
-    net.eval()
-    x = torch.randn(8, 3)
-    with torch.no_grad():
-        expected = net.norm(x) * 3
-    for out in model.map([x] * 6, split=split):
-        torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("split", [False, True])

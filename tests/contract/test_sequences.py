@@ -1,0 +1,40 @@
+"""Sequences: whatever was done with a wrapper before, the next action gives what the plain module
+gives, with an ordinary optimizer and with one in the replicas.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import sequences
+from torch import nn
+
+from raydp_parallel import DataParallel, Executor
+
+SHORT, ALL, LENGTH = 0, 150, 30
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["driver", "replicas"])
+@pytest.mark.parametrize(
+    "seed", [*range(SHORT), *[pytest.param(n, marks=pytest.mark.long) for n in range(SHORT, ALL)]]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_sequences(seed: int, inside: bool, two: Executor) -> None:
+    """Outputs, gradients, weights and errors after each of 30 actions."""
+
+    def found(steps: list[sequences.Step]) -> str | None:
+        def wrap(net: nn.Module, devices: int) -> Any:
+            return DataParallel(net, ["cpu"] * devices, executor=two)
+
+        ours = sequences.play(seed, inside, steps, wrap)
+        return sequences.difference(ours, sequences.play(seed, inside, steps, sequences.Plain))
+
+    steps = sequences.sequence(seed, LENGTH)
+    if found(steps) is not None:
+        steps = sequences.shrunk(steps, lambda fewer: found(fewer) is not None)
+        told = "\n".join(map(str, steps))
+        pytest.fail(f"seed {seed}, inside={inside}: {found(steps)}\n{told}", pytrace=False)
+    gc.collect()
+    assert [graphs for _, graphs in two.flush()] == [0, 0]
