@@ -109,9 +109,12 @@ def described(name: str) -> list[str]:
     return [line.strip() for line in shown.splitlines()]
 
 
-def without_numbers(lines: list[str]) -> list[str]:
-    """Lines with each number as ``#``: other processors compute other last digits."""
-    return [re.sub(r"\d+(\.\d+)?", "#", line) for line in lines]
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def numbers(lines: list[str]) -> list[float]:
+    """All but times."""
+    return [float(n) for n in NUMBER.findall(re.sub(r"[\d.]+ ms", "", " ".join(lines)))]
 
 
 SHORT = ("contrastive", "ema", "packed_sequences")
@@ -127,8 +130,11 @@ def test_the_header_shows_the_output(name: str, capsys: pytest.CaptureFixture[st
     # Ray prints lines of its own: of its processes, and on a loaded machine of itself.
     printed = [line for line in printed if line and "pid=" not in line and "(raylet)" not in line]
     shown = described(name)
-    assert without_numbers(printed[-len(shown) :]) == without_numbers(shown)
-    text = "\n".join(printed[-len(shown) :])
+    printed = printed[-len(shown) :]
+    assert [NUMBER.sub("#", line) for line in printed] == [NUMBER.sub("#", line) for line in shown]
+    # To two digits: other processors compute other last ones.
+    assert numbers(printed) == pytest.approx(numbers(shown), rel=0.05)
+    text = "\n".join(printed)
     for first, last in LOSSES.findall(text):
         assert float(last) < 0.8 * float(first)
     for first, last in re.findall(r"reward ([\d.]+) -> ([\d.]+)", text):
@@ -162,6 +168,15 @@ def test_readme_examples_run_on_two_cpu_replicas() -> None:
     loop = loop.replace(wrap, 'DataParallel(net, ["cpu", "cpu"])')
     asked = "print([replica.rows for replica in model.executor.stats().replicas])"
     assert "[300, 300]" in run("-c", f"{loop}\n{asked}")
+
+
+def test_a_small_net_has_one_price() -> None:
+    """README and the page on tuning have the times that the quickstart's header shows."""
+    (line,) = described("quickstart")
+    both = [f"{time} ms" for time in re.findall(r"([\d.]+) ms", line)]
+    for page in ("README.md", "docs/tuning.md"):
+        (found,) = re.findall(r"[^.]*`scripts/quickstart` t.*? ms.*? ms", (ROOT / page).read_text())
+        assert re.findall(r"[\d.]+ ms", found) == both, page
 
 
 def test_the_readme_s_first_screen_says_what_it_is() -> None:
