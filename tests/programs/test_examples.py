@@ -186,7 +186,7 @@ def test_the_readme_s_first_screen_says_what_it_is() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     screen = text.partition("\n## Install")[0]
     assert len(screen.splitlines()) <= 60 and len(text.splitlines()) <= 180
-    for part in ("overview.svg", "scripts/quickstart", "DataParallel(net)", "| DDP |", "GPU: not"):
+    for part in ("overview.svg", "scripts/quickstart", "DataParallel(net)", "| DDP |", "real GPU"):
         assert part in screen
     assert "## When not to use it" in screen
     assert {"Monitoring", "Fault tolerance", "Self-check"} <= set(re.findall("## (.*)", text))
