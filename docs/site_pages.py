@@ -1,4 +1,4 @@
-"""Links of the site: one to a file that is no page of it becomes the file's path."""
+"""Links of the site: files of the checkout that pages link to are copied beside them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
 ROOT = Path(__file__).parents[1]
 
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(\.\./([^)\s:#]+)(#[^)\s]*)?\)")
 
 
-def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
-    """Turn a page's links to files of the checkout into their paths."""
+def on_files(files: Files, config: Any, **_: Any) -> None:
+    """Add the files to the site, as text."""
+    pages = [(ROOT / "docs" / page.src_uri).read_text() for page in files.documentation_pages()]
+    for name in {link for page in pages for _, link, _ in LINK.findall(page)}:
+        if (ROOT / name).is_file():
+            source = str(ROOT / name)
+            files.append(File.generated(config, f"checkout/{name}.txt", abs_src_path=source))
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links to files of the checkout lead to the copies; a folder is its name alone."""
 
     def turned(found: re.Match[str]) -> str:
-        words, link, _ = found.groups()
-        if any(file.src_uri == link and not file.inclusion.is_excluded() for file in files):
-            return found[0]
-        name = (Path(page.file.abs_src_path).parent / link).resolve().relative_to(ROOT)
-        return f"`{name}`" if words.strip("`/") == str(name) else f"{words} (`{name}`)"
+        words, name, _ = found.groups()
+        return f"[{words}](checkout/{name}.txt)" if (ROOT / name).is_file() else f"`{name}`"
 
     return LINK.sub(turned, markdown)
 
