@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
@@ -33,9 +32,6 @@ _REMOVED = {
     "passthrough": "write a subclass with __getattr__, as the documentation shows",
 }
 """Settings of earlier versions, and what to do instead."""
-
-_SELECTOR = r"!?(in\([^(),!]+(,[^(),!]+)*\)|[^(),!]+)"
-"""Labels as Ray takes them: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
 
 _LONGEST = 1e6
 """The longest timeout in seconds, eleven days: `poll` counts milliseconds in 32 bits."""
@@ -84,8 +80,8 @@ class Options:
         resources: Further resources that Ray books for each replica, such as
             ``{"accelerator_type:A100": 0.001}``. Only nodes that have them are used.
         label_selector: Labels that a node must have to be used, such as ``{"market-type":
-            "!spot"}``; the values are those of Ray's label selectors. It needs a Ray that places by
-            label, 2.49 or newer.
+            "!spot"}``, as Ray's label selectors have it. Give ``device_ids`` with it. It needs a
+            Ray that places by label, 2.49 or newer.
         elastic: Start with as many GPUs as there are, one at least, instead of waiting for all;
             they run the chunks of the others, too. Nodes that join are used, nodes that drain are
             left. Chunks stay what ``device_ids`` say, so that results do not depend on which
@@ -213,9 +209,6 @@ class Options:
                 )
             if not _is_number(amount) or not 0 < amount < math.inf:
                 self._refuse("resources", f"expected a number above 0 for {name!r}")
-        for wanted in self.label_selector.values():
-            if not isinstance(wanted, str) or not re.fullmatch(_SELECTOR, wanted):
-                self._refuse("label_selector", "expected 'a', '!a', 'in(a, b)' or '!in(a, b)'")
 
 
 def _is_number(value: Any) -> bool:

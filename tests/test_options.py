@@ -50,7 +50,6 @@ BAD: dict[str, list[Any]] = {
     "threads": [0],
     "name": ["", "a/b", "me@host", "red\x1b[31m", "two\nlines", "\u202egnp.exe"],
     "resources": [{"disk": 0}, {"disk": -1.0}, {"disk": "1"}, {"disk": True}, {"GPU": 1}],
-    "label_selector": [{"z": ""}, {"z": "in()"}, {"z": 1}, {"z": "a b) or (c"}],
 }
 WRONG: dict[str, list[Any]] = {
     "gpus_per_replica": ["1"],

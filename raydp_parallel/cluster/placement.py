@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import threading
 import time
 import uuid
@@ -109,6 +108,11 @@ def normalize(device_ids: Sequence[Any] | None, options: Options) -> list[Device
 
 def all_gpus(options: Options) -> list[int]:
     """Return every GPU of the cluster. On a machine without a GPU none is started to find none."""
+    if options.label_selector:
+        raise ValueError(
+            "device_ids=None is every GPU of the cluster, and only Ray knows on which nodes "
+            f"Options(label_selector={dict(options.label_selector)}) is true: give device_ids"
+        )
     if not ray_api.connect(start=torch.cuda.is_available()):
         return []
     return list(range(len(homes(nodes(), options))))
@@ -117,7 +121,7 @@ def all_gpus(options: Options) -> list[int]:
 def check_gpus(ids: Sequence[int], options: Options) -> None:
     """Raise `PlacementError` for ids that a private cluster lacks. Others may still get nodes."""
     ray_api.connect()
-    if options.elastic or not is_private():
+    if options.elastic or options.label_selector or not is_private():
         return
     machines = nodes()
     count = len(homes(machines, options))
@@ -136,22 +140,14 @@ def booked(kind: str, options: Options) -> dict[str, float]:
         "CPU": options.cpus_per_replica,
         "GPU": options.gpus_per_replica if kind == "gpu" else 0.0,
     }
-    return {name: amount for name, amount in {**needs, **options.resources}.items() if amount}
+    found = {name: amount for name, amount in {**needs, **options.resources}.items() if amount}
+    # Ray compares labels only for what books something.
+    return found or ({"CPU": 0.001} if options.label_selector else {})
 
 
 def suits(node: Node, options: Options) -> bool:
-    """Tell if replicas may go to a node, free or not."""
-    for name, wanted in options.label_selector.items():
-        if not _matches(node.labels.get(name), wanted):
-            return False
+    """Tell if replicas may go to a node, free or not. Labels are for Ray to compare."""
     return _fits(node.total, options.resources)
-
-
-def _matches(label: str | None, wanted: str) -> bool:
-    """Compare with Ray's selectors: ``a``, ``!a``, ``in(a, b)``, ``!in(a, b)``."""
-    no, inside, alone = re.fullmatch(r"(!?)(?:in\((.*)\)|(.*))", wanted).groups()  # type: ignore[union-attr]
-    values = [value.strip() for value in inside.split(",")] if inside is not None else [alone]
-    return (label in values) != bool(no)
 
 
 def _fits(amounts: Mapping[str, float], needs: Mapping[str, float]) -> bool:
@@ -262,10 +258,7 @@ class Holds:
         missing = [p for p in wanted if p not in found and booked(p.kind, self._options)]
         unbooked = [p for p in wanted if p not in found and p not in missing]
         suitable = for_cpus(nodes(), self._options) if unbooked else []
-        while unbooked and not suitable and not over():  # no node has the labels
-            time.sleep(10 * _LOOK)
-            suitable = for_cpus(nodes(), self._options)
-        for place in unbooked if suitable else ():
+        for place in unbooked:
             found[place] = Hold(None, 0, suitable[place.number % len(suitable)].id)
         if missing:
             found |= self._reserve(missing, over)
@@ -275,7 +268,7 @@ class Holds:
 
     def _reserve(self, wanted: Places, over: Callable[[], bool]) -> dict[DevicePlace, Hold]:
         elastic = self._options.elastic
-        planned = plan(wanted, nodes(), self._options)
+        planned = {} if self._options.label_selector else plan(wanted, nodes(), self._options)
         while not over():
             if len(planned) == len(wanted) or (elastic and planned):
                 parts = [{place: node} for place, node in planned.items()]

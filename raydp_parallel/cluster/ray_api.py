@@ -260,7 +260,6 @@ class Node(NamedTuple):
     address: str
     total: Mapping[str, float]
     free: Mapping[str, float]
-    labels: Mapping[str, str]
 
 
 def nodes() -> list[Node]:
@@ -270,9 +269,8 @@ def nodes() -> list[Node]:
     for entry in ray.nodes():
         name = entry["NodeID"]
         if entry["Alive"] and name not in leaving:
-            labels = entry.get("Labels") or {}
             address, total = entry["NodeManagerAddress"], entry["Resources"]
-            found.append(Node(name, address, total, free.get(name, {}), labels))
+            found.append(Node(name, address, total, free.get(name, {})))
     return sorted(found, key=lambda node: (node.id != first, node.id))
 
 
@@ -299,7 +297,8 @@ def group(
     """
     selectors = [{**labels, **({"ray.io/node-id": node} if node else {})} for node in nodes]
     by_label = {"bundle_label_selector": selectors} if BY_LABEL and any(selectors) else {}
-    made: Group = placement_group([*bundles], "PACK", name=name, **by_label)
+    together = "PACK" if any("GPU" in bundle for bundle in bundles) else "SPREAD"
+    made: Group = placement_group([*bundles], together, name=name, **by_label)
     return made
 
 

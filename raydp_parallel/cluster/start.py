@@ -58,6 +58,8 @@ class Starter:
         machines = ray_api.nodes()
         computing = for_cpus(machines, options) or machines
         self._nodes, self._machines = len(computing), len({node.address for node in computing})
+        if options.label_selector:  # which may leave one of them
+            self._nodes = self._machines = 1
         self._told = int(min(node.total.get("CPU", 1) for node in computing))
         self._cores = 0
 

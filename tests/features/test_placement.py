@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from raydp_parallel.cluster.placement import booked, for_cpus, homes, places, plan, suits
+from raydp_parallel.cluster.placement import booked, for_cpus, homes, places, plan
 from raydp_parallel.cluster.ray_api import Node
 from raydp_parallel.options import Options
 
 
-def node(
-    name: str, gpus: float = 0, free: float | None = None, cpus: float = 4, **labels: str
-) -> Node:
+def node(name: str, gpus: float = 0, free: float | None = None, cpus: float = 4) -> Node:
     """A node with so many GPUs, of which some are free, by default all."""
     total = {"GPU": gpus, "CPU": cpus, "disk": 2.0}
-    return Node(name, "10.0.0.1", total, {**total, "GPU": gpus if free is None else free}, labels)
+    return Node(name, "10.0.0.1", total, {**total, "GPU": gpus if free is None else free})
 
 
 def placed(machines: list[Node], ids: list[Any], **options: Any) -> list[str | None]:
@@ -77,20 +73,8 @@ def test_cpu_replicas_go_round() -> None:
     head = node("head", cpus=0)
     assert [n.id for n in for_cpus([head, *machines], Options())] == ["a", "b", "c"]
     assert [n.id for n in for_cpus([head], Options())] == ["head"]
-    assert for_cpus(machines, Options(label_selector={"zone": "a"})) == []
     assert placed([node("a", 1), node("b", 1)], ["cpu", 1, "cpu"], cpus_per_replica=1) == [
         "a",
         "b",
         "b",
     ]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "fitting"),
-    [("a", "ab"), ("!a", "cd"), ("in(a, b)", "abc"), ("!in(a,b)", "d"), ("x", "")],
-)
-def test_labels(wanted: str, fitting: str) -> None:
-    """Ray's selectors; a node without the label is one with another label."""
-    machines = [node("a", zone="a"), node("b", zone="a"), node("c", zone="b"), node("d")]
-    options = Options(label_selector={"zone": wanted})
-    assert "".join(n.id for n in machines if suits(n, options)) == fitting

@@ -121,8 +121,8 @@ def on_cpus(net: nn.Module, chunks: int) -> DataParallel[Any]:
 
 
 def add_node(cluster: Cluster, zone: str | None = None) -> Any:
-    """A node with a CPU and a GPU; in a zone with something special, too."""
-    special = {} if zone is None else {"resources": {"special": 1}, "labels": {"zone": zone}}
+    """A node with a CPU and a GPU; in a zone with something special, too, and a label."""
+    special = {} if zone is None else {"resources": {zone: 1}, "labels": {"zone": zone}}
     return cluster.add_node(num_cpus=1, num_gpus=1, **special)
 
 
@@ -266,10 +266,9 @@ def chosen(cluster: Cluster, net: nn.Module) -> None:
     """By label and resource, two on one GPU, one of its halves after the other; an executor for all
     GPUs grows.
     """
-    shares = {"gpus_per_replica": 0.5, "cpus_per_replica": 0.25, "resources": {"special": 0.25}}
-    options = Options(label_selector={"zone": "c"}, **shares)
+    shares = {"gpus_per_replica": 0.5, "cpus_per_replica": 0.25, "resources": {"c": 0.25}}
     node = add_node(cluster, "c")
-    with Executor(options=options) as executor:
+    with Executor(options=Options(**shares)) as executor:
         assert nodes_of(executor) == [node.node_id] * 2
         model = DataParallel(copy.deepcopy(net), executor=executor)
         assert model(torch.ones(4, 7)).shape == (4, 2)
@@ -278,6 +277,9 @@ def chosen(cluster: Cluster, net: nn.Module) -> None:
         assert sorted(nodes_of(executor)[2:]) == [other.node_id] * 2
         assert DataParallel(net, executor=executor).device_ids == [0, 1, 2, 3]
         assert model.device_ids == [0, 1]
+    for ids in ([0, 1], ["cpu", "cpu"]):
+        with Executor(ids, options=Options(label_selector={"zone": "in(c, d)"})) as executor:
+            assert {*nodes_of(executor)} == {node.node_id, other.node_id}
     print("replicas go where Options say, two on one GPU")
 
 
