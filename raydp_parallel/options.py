@@ -18,21 +18,6 @@ _VARIABLE = "RAYDP_PARALLEL_GPU_PATHS"
 
 _CHOICES = {"unused_grads": ("zeros", "none"), "scalars": ("vector", "mean")}
 
-_REMOVED = {
-    "buffers": "buffers are what the first chunk wrote, as upstream's",
-    "rng": "each chunk has a stream of random numbers of its own",
-    "buffer_updates": "buffers are up to date after each forward",
-    "least_rows": "give batches with enough rows, or use convert_sync_batchnorm(net)",
-    "compile": "wrap the net instead, DataParallel(torch.compile(net))",
-    "gradient_dtype": "gradients travel in the dtype of their parameters",
-    "link": "the package chooses how bytes travel",
-    "on_fault": "a chunk of a replica that died is always run again",
-    "direct_line": "replicas of this machine are always called over a socket",
-    "profile_dir": "use torch.profiler, which shows the ranges of this package",
-    "passthrough": "write a subclass with __getattr__, as the documentation shows",
-}
-"""Settings of earlier versions, and what to do instead."""
-
 _LONGEST = 1e6
 """The longest timeout in seconds, eleven days: `poll` counts milliseconds in 32 bits."""
 
@@ -113,13 +98,6 @@ class Options:
     name: str | None = None
     metrics: bool = True
     gpu_paths: Literal["auto"] | Sequence[GpuPath] = "auto"
-
-    def __new__(cls, *_: Any, **settings: Any) -> Options:
-        """Refuse settings that are gone; `__init__` reads the others."""
-        for name in settings:
-            if name in _REMOVED:
-                raise TypeError(f"Options({name}=...) was removed: {_REMOVED[name]}")
-        return super().__new__(cls)
 
     @property
     def replicas_per_gpu(self) -> int:

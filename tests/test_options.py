@@ -77,17 +77,6 @@ def test_a_value_of_the_wrong_kind_is_refused_at_once(name: str, value: Any) -> 
     assert repr(value) in str(raised.value)
 
 
-def test_settings_that_are_gone_name_what_replaces_them() -> None:
-    """Others are unknown."""
-    with pytest.raises(TypeError, match=r"compile=.* wrap the net instead, DataParallel\(torch"):
-        Options(compile=True)  # type: ignore[call-arg]
-    for name in ("buffers", "rng", "link", "on_fault", "least_rows", "passthrough", "profile_dir"):
-        with pytest.raises(TypeError, match=rf"Options\({name}=...\) was removed: \w+ "):
-            Options(**{name: None})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        Options(linc="auto")  # type: ignore[call-arg]
-
-
 def test_defaults_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As this suite does; `dataclasses.replace` keeps what it is not given."""
     monkeypatch.setitem(Options.__init__.__kwdefaults__, "threads", 3)

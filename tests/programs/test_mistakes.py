@@ -80,7 +80,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "CUDA outputs without CUDA": (lambda: DataParallel(Net(), CPUS, "cuda:0"), "Leave it out"),
     "a function instead of a module": (lambda: DataParallel(len, CPUS), "must be a Module"),
     "a module on meta": (lambda: DataParallel(Net().to("meta"), CPUS), "to_empty.*before"),
-    "an option that is gone": (lambda: Options(compile=True), "removed: wrap the net"),  # type: ignore[call-arg]
     "weights for other devices": (
         lambda: DataParallel(Net(), CPUS, options=Options(chunk_weights=(4, 1, 1))),
         "3 weights for 2 devices.*one for each",
