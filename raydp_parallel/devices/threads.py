@@ -10,13 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
 _TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _SOFT = 1
 _CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -33,40 +31,9 @@ process starts.
 """
 
 
-def cores(mounted: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
-    """Count the cores that this process may use, by affinity and by quotas of control groups."""
-    return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas(mounted, own)])))
-
-
-def _quotas(mounted: Path, own: Path) -> Iterator[float]:
-    """Yield the cores that each group allows, from the process's own up to the root."""
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        # In a container the path may be the host's, and only its root is visible here.
-        group = PurePosixPath(path.lstrip("/"))
-        for name in ("", kinds, "cpu") if kinds else ("", "unified"):
-            for folder in (group, *group.parents):
-                yield from _quota(mounted / name / folder)
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    """Yield the cores that one group allows, if it has a limit."""
-    try:
-        if (folder / "cpu.max").exists():  # version 2
-            limit, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            limit = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
-            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
-        if limit not in ("max", "-1"):
-            yield int(limit) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return
+def cores() -> int:
+    """Count the cores that this process may use. Ray knows the limit of a container."""
+    return len(os.sched_getaffinity(0))
 
 
 def _find_pause() -> Callable[[], object]:
