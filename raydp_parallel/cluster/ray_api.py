@@ -276,7 +276,7 @@ def nodes() -> list[Node]:
 
 def own_address() -> str:
     """Return the address of this process's node."""
-    return nodes()[0].address
+    return str(ray.util.get_node_ip_address())
 
 
 def living() -> frozenset[str]:
