@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
+from raydp_parallel.cluster.reporter import Reporter
 from raydp_parallel.driver.dispatcher import ChunkCall, Dispatcher
 from raydp_parallel.errors import forked
-from raydp_parallel.monitoring.reporter import Reporter
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.replica import exceptions
