@@ -15,17 +15,18 @@ if TYPE_CHECKING:
         ExecutorClosed,
         ForkedProcess,
         GraphLost,
+        NoRoom,
         ParallelError,
         PlacementError,
         ReplicaDied,
         ReplicaError,
+        ReplicaExit,
         SourceMismatch,
         StateChanged,
         StateLost,
         TransferError,
     )
-    from raydp_parallel.functional import parallel_apply, replicate
-    from raydp_parallel.functional import scatter_kwargs as scatter_kwargs
+    from raydp_parallel.functional import parallel_apply, replicate, scatter_kwargs
     from raydp_parallel.monitoring.stats import ExecutorStats
     from raydp_parallel.options import Options
     from raydp_parallel.replica.sync_batch_norm import convert_sync_batchnorm
@@ -42,11 +43,13 @@ __all__ = [
     "ExecutorStats",
     "ForkedProcess",
     "GraphLost",
+    "NoRoom",
     "Options",
     "ParallelError",
     "PlacementError",
     "ReplicaDied",
     "ReplicaError",
+    "ReplicaExit",
     "SourceMismatch",
     "StateChanged",
     "StateLost",
@@ -58,6 +61,7 @@ __all__ = [
     "register_batch_type",
     "replicate",
     "scatter",
+    "scatter_kwargs",
     "shutdown",
 ]
 
@@ -66,7 +70,7 @@ _HOMES = ("errors", "wrapper", "functional", "driver.executor", "batch", "replic
 
 def __getattr__(name: str) -> Any:
     """Import torch with the first name that is used: the command needs none."""
-    for home in _HOMES if name in (*__all__, "scatter_kwargs") else ():
+    for home in _HOMES if name in __all__ else ():
         found = vars(importlib.import_module(f"{__name__}.{home}"))
         if name in found:
             return globals().setdefault(name, found[name])

@@ -6,17 +6,17 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean"]
-GpuPath = Literal["host", "ipc"]
+GpuPath = Literal["host", "ipc", "nccl"]
 
-GPU_PATHS = ("host", "ipc", "nccl")
+GPU_PATHS = get_args(GpuPath)
 _VARIABLE = "RAYDP_PARALLEL_GPU_PATHS"
 """Names ways, with commas between them, and goes before ``gpu_paths``."""
 
-_CHOICES = {"unused_grads": ("zeros", "none"), "scalars": ("vector", "mean")}
+_CHOICES = {"unused_grads": get_args(UnusedGrads), "scalars": get_args(Scalars)}
 
 _LONGEST = 1e6
 """The longest timeout in seconds, eleven days: `poll` counts milliseconds in 32 bits."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import json
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +25,8 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "raydp_parallel"
 BUDGET = TESTS / "budget.json"
 FILES_WITH_RAY = {"cluster/ray_api.py", "replica/actor.py"}
+OF_PYTHON = {"_replace", "_asdict", "_make", "_exit", "_getframe"}
+QUOTES = "'\""
 
 
 def parsed() -> Iterator[tuple[str, ast.Module]]:
@@ -36,8 +40,29 @@ def lines(folder: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
 
 
+_LAYOUT = (
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+)
+
+
+def lines_of_code(text: str) -> int:
+    """The lines of a file that are neither documentation, nor comments, nor imports, nor blank."""
+    free: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        documents = isinstance(value, ast.Constant) and isinstance(value.value, str)
+        if documents or isinstance(node, (ast.Import, ast.ImportFrom)):
+            free.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    used: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _LAYOUT:
+            used.update(range(token.start[0], token.end[0] + 1))
+    return len(used - free)
+
+
 def imports(tree: ast.Module) -> dict[str, str]:
-    """The names that a file imports, with what they stand for."""
+    """The names that a file imports, or gives to parts of what it imports, with what they are."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -48,19 +73,49 @@ def imports(tree: ast.Module) -> dict[str, str]:
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            (target, *_) = node.targets if isinstance(node, ast.Assign) else [node.target]
+            first, dot, rest = ast.unparse(node.value or target).partition(".")
+            if isinstance(target, ast.Name) and first in found and re.fullmatch(r"[\w.]*", rest):
+                found[target.id] = found[first] + dot + rest
     return found
 
 
-def private_names(tree: ast.Module) -> set[str]:
-    """The private names of torch and Ray that a file imports or reaches through a dotted name."""
+def own_names(tree: ast.Module) -> set[str]:
+    """The names that a file defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return found
+
+
+def private_names(tree: ast.Module, own: set[str]) -> set[str]:
+    """The private names of others that a file uses: by import, through a dotted name or an alias,
+    as a string of ``getattr``, or as an attribute of an object that is not ours.
+    """
     known = imports(tree)
     used = set(known.values())
     for node in ast.walk(tree):
+        name = ""
         if isinstance(node, ast.Attribute):
-            first, dot, rest = ast.unparse(node).partition(".")
-            used.add(known.get(first, "") + dot + rest)
-    private = {n for n in used if re.fullmatch(r"(torch|ray)(\.\w+)*\.(_[a-zA-Z]\w*)(\.\w+)*", n)}
-    return {n for n in private if not any(other.startswith(f"{n}.") for other in private)}
+            name = ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr"):
+            name = f"{ast.unparse(node.args[0])}.{ast.unparse(node.args[1]).strip(QUOTES)}"
+        first, dot, rest = name.partition(".")
+        last = name.rpartition(".")[2]
+        if first in known and re.fullmatch(r"[\w.]+", rest):
+            used.add(known[first] + dot + rest)
+        elif re.match(r"(f')?_[a-zA-Z]", last) and last not in own | OF_PYTHON:
+            used.add(f"torch.{last}")  # of an instance
+    packages = r"(torch|ray|cloudpickle)(\.\w+)*\.((f')?_[a-zA-Z].*)"
+    private = {name for name in used if re.fullmatch(packages, name)}
+    return {name for name in private if not any(n.startswith(f"{name}.") for n in private)}
 
 
 def largest_message() -> int:
@@ -72,13 +127,17 @@ def largest_message() -> int:
 
 def measured() -> dict[str, int]:
     """The numbers of today."""
+    trees = [tree for _, tree in parsed()]
+    own = set().union(*map(own_names, trees))
     return {
-        "lines of the package": lines(PACKAGE),
+        "lines of code of the package": sum(
+            lines_of_code(path.read_text()) for path in PACKAGE.rglob("*.py")
+        ),
         "lines of the tests": lines(TESTS),
         "options": len(fields(Options)),
         "public names": len(raydp_parallel.__all__),
         "private names of torch and Ray": len(
-            set().union(*(private_names(tree) for _, tree in parsed()))
+            set().union(*(private_names(tree, own) for tree in trees))
         ),
         "fields of the largest message": largest_message(),
     }

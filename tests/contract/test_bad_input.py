@@ -27,10 +27,10 @@ from raydp_parallel import (
     ParallelError,
     PlacementError,
     ReplicaDied,
+    ReplicaExit,
     TransferError,
     data_parallel,
 )
-from raydp_parallel.errors import ReplicaExit
 
 pytestmark = pytest.mark.usefixtures("cluster", "usable_afterwards")
 

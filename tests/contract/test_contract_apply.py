@@ -22,8 +22,7 @@ from harness import raised, trio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import DataParallel, parallel_apply, replicate
-from raydp_parallel.errors import ReplicaExit
+from raydp_parallel import DataParallel, ReplicaExit, parallel_apply, replicate
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
