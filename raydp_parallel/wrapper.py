@@ -6,9 +6,9 @@ The journey of a batch. The numbers stand in the code as comments, such as `# [7
  driver                                              replica k
  [1]  scatter        batch.splitting                 |
  [2]  look           state.mirror                    |
- [3]  request, send  driver.forward, dispatcher ====>| [4] take the state over, run the chunk
- [5]  verify         state.mirror, meanwhile         | [6] report writes, send outputs
- [7]  wait for all   driver.dispatcher <=============|
+ [3]  request        driver.forward, dispatcher ====>| [4] run: take the state over, run the chunk
+ [5]  verify         state.mirror, meanwhile         | [6] report: writes, outputs
+ [7]  wait           driver.dispatcher <=============|
  [8]  effects        write-backs, warnings, failure  | put the module back
  [9]  attach         driver.autograd: Fork, Join     |
  [10] gather         batch.joining                   |
@@ -361,7 +361,7 @@ class DataParallel(nn.DataParallel[T]):
             chunks: Any = (inputs,)
             chunk_kwargs: Any = (kwargs,)
             if split:
-                chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)  # [1]
+                chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
                 if not chunks and not chunk_kwargs:
                     chunks, chunk_kwargs = ((),), ({},)
             if isinstance(called, LossCall):
@@ -403,7 +403,7 @@ class DataParallel(nn.DataParallel[T]):
                 return called.joined(outputs, place)
             if not self._has_own("gather"):
                 return self.gather(outputs, self.output_device)
-            return self._gathered(outputs, rows, scalars)  # [10]
+            return self._gathered(outputs, rows, scalars)  # [10] gather
         with self.executor.lock:  # outputs lie in windows until they are gathered
             ids = self.device_ids[: len(chunks)]
             unused = self._options.unused_grads

@@ -183,9 +183,24 @@ def test_the_public_face_is_documented() -> None:
 
 
 def test_the_steps_of_the_journey_stand_in_the_code() -> None:
-    """Those of the picture in `wrapper`, each once."""
-    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    assert sorted(map(int, re.findall(r"# \[(\d+)\]$", text, re.MULTILINE))) == [*range(1, 13)]
+    """Those of both pictures, under the same names, each once."""
+    named = r"\[(\d+)\] +(one trip|\w+)"
+    pages = PACKAGE / "wrapper.py", TESTS.parent / "docs" / "architecture.md"
+    pictures = [re.findall(named, page.read_text().split("```")[1]) for page in pages]
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    steps = sorted(re.findall(f"# {named}$", code, re.MULTILINE), key=lambda step: int(step[0]))
+    assert [int(number) for number, _ in steps] == [*range(1, 13)]
+    assert all(sorted(picture) == sorted(steps) for picture in pictures)
+
+
+def test_all_that_the_architecture_names_exists() -> None:
+    """Each name in code font is a file, a folder, an option or a word of the package."""
+    page = (TESTS.parent / "docs" / "architecture.md").read_text()
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    for name in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
+        words = re.findall(r"[A-Za-z_]\w+", name)
+        path = re.fullmatch(r"[\w/]+(\.py|/)", name)
+        assert (PACKAGE / name).exists() if path else all(word in code for word in words), name
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:

@@ -366,7 +366,7 @@ def _run(
     leave = functools.partial(groups.forget, executor) if places else None
     adding = None if sums is None else _Adding(sums, [call.parts[i] for i in chunks])
     try:
-        answers = executor.dispatcher.run(  # [11]
+        answers = executor.dispatcher.run(  # [11] one trip
             calls, leave=leave, taking=None if summing else adding
         )
     except BaseException:  # some may have been sent, and wait for the others
@@ -457,7 +457,7 @@ class _Adding:
         part = self._parts[at]
         if part is not None and answer.failure is None:
             row, inputs = answer.value
-            self._sums.add(Share(row, part.leaves))  # [12]
+            self._sums.add(Share(row, part.leaves))  # [12] sum
             self._sums.add_apart(Share(inputs, part.inputs))
 
 

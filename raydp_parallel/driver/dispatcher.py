@@ -270,7 +270,7 @@ class Dispatcher:
             return None
         pending = slot.pending = Pending(slot, call)
         try:
-            slot.client.send(request)  # [3]
+            slot.client.send(request)  # [3] request
         except Gone as gone:
             slot.pending = None
             self._set.lost(slot, pending.life, call.phase, str(gone))

@@ -297,7 +297,7 @@ def _answered(
         places = groups.places(executor, chunks)
         while True:
             for master in masters.values():
-                _look(master, any(one.sends_code for one in runs))  # [2]
+                _look(master, any(one.sends_code for one in runs))  # [2] look
             marks = {number: master.mark() for number, master in masters.items()}
             for one in runs:
                 if one.master.resident is not None:  # in time: chunks may wait for each other
@@ -314,11 +314,11 @@ def _answered(
             edited: list[bool] = []
 
             def verify(edited: list[bool] = edited) -> None:
-                edited.extend(master.verify() for master in masters.values())  # [5]
+                edited.extend(master.verify() for master in masters.values())  # [5] verify
 
             leave = functools.partial(groups.forget, executor) if places or spread else None
             try:
-                answers = executor.dispatcher.run(calls, verify, leave)  # [7]
+                answers = executor.dispatcher.run(calls, verify, leave)  # [7] wait
             except BaseException:  # some may have been sent, and wait for the others
                 if leave is not None:
                     leave()
@@ -330,7 +330,7 @@ def _answered(
         executor.replica_set.recorder.totals.forwards += 1
         # Also where another chunk raises: upstream's replica 0 wrote to the master itself (row R6).
         for one, answer in zip(runs, answers, strict=True):
-            if one.first and answer.writes.slots:  # [8]
+            if one.first and answer.writes.slots:  # [8] effects
                 found = one.master.write_back(answer.writes, keep=one.graph is not None)
                 for other in runs:
                     if other.master is one.master:
@@ -473,7 +473,7 @@ def _attach(
         one.keep()
     call = CallNode(executor, leaves, kinds, unused, group=places)
     call.parts = parts
-    attach(call, handle, rows)  # [9]
+    attach(call, handle, rows)  # [9] attach
 
 
 def _refuse_tangents(chunks: Sequence[ForwardChunk]) -> None:

@@ -167,7 +167,7 @@ class Replica:
             module = self.models[number] = ReplicaModule(self.device, _own_process)
         if update is not None:
             try:
-                module.update(self._received(update))  # [4]
+                module.update(self._received(update))  # [4] run
             except (Abandoned, Differing):
                 module.revision = -1  # which asks for all, without the group
         return module
@@ -212,7 +212,7 @@ class Replica:
             with ambient.enter(request.context), module.noting(found):
                 output = call(module.current.module)
         finally:
-            notes.writes = module.end(found, request.first, keeps_data=not grad)  # [6]
+            notes.writes = module.end(found, request.first, keeps_data=not grad)  # [6] report
         # Tensors are found wherever pickle reaches, also in objects of the user's classes.
         taken = parcel(output, "output")
         outputs = taken.tensors

@@ -148,7 +148,7 @@ class BackwardRequest(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """A request to drop graphs and models; the answer tells how many graphs are left."""
+    """A request to drop graphs and models; the answer tells how many of both are left."""
 
     forget: tuple[int, ...]
 

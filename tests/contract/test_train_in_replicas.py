@@ -267,6 +267,23 @@ def test_T5_gradients_that_the_program_changes(what: str, two: Executor) -> None
         torch.testing.assert_close(ours, theirs)
 
 
+def test_T5_the_norm_of_what_is_accumulated(two: Executor) -> None:
+    """After each of two backwards; the step uses the sum of both."""
+    results = []
+    for inside in (True, False):
+        model, optimizer = small(two, inside)
+        found = []
+        for step in range(2):
+            model(torch.full((8, 6), 1.0 + step)).square().mean().backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = optimizer.grad_norm() if inside else torch.nn.utils.get_total_norm(grads)
+            found.append(norm)
+        optimizer.step()
+        results.append([*found, *held(model, optimizer)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_T5_gradients_that_the_program_keeps(two: Executor) -> None:
     """What stands for gradients gives those of its time, by whatever reads it; hooks see theirs."""
     results = []
