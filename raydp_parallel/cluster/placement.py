@@ -107,24 +107,31 @@ def normalize(device_ids: Sequence[Any] | None, options: Options) -> list[Device
 
 
 def all_gpus(options: Options) -> list[int]:
-    """Return every GPU of the cluster. On a machine without a GPU none is started to find none."""
+    """Return every GPU of the cluster. None is started where torch sees no or one GPU here."""
     if options.label_selector:
         raise ValueError(
             "device_ids=None is every GPU of the cluster, and only Ray knows on which nodes "
             f"Options(label_selector={dict(options.label_selector)}) is true: give device_ids"
         )
-    if not ray_api.connect(start=torch.cuda.is_available()):
-        return []
+    own = torch.cuda.device_count() * options.replicas_per_gpu
+    if not ray_api.connect(start=own > 1):
+        return list(range(own))
     return list(range(len(homes(nodes(), options))))
 
 
 def check_gpus(ids: Sequence[int], options: Options) -> None:
     """Raise `PlacementError` for ids that a private cluster lacks. Others may still get nodes."""
     ray_api.connect()
-    if options.elastic or options.label_selector or not is_private():
-        return
     machines = nodes()
     count = len(homes(machines, options))
+    if options.elastic or options.label_selector or not is_private():
+        if not count:
+            ray_api.warn_once(
+                f"device_ids={[*ids]}: the cluster has no GPU for these Options. Replicas wait up "
+                f"to {options.placement_timeout:g} s for a node with one. Give 'cpu' entries for "
+                "CPU replicas"
+            )
+        return
     missing = [i for i in ids if i >= count]
     if missing:
         has = "no GPU" if not count else "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"
@@ -213,13 +220,20 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
         )
         unfit = "" if suits(node, options) else " (not one of those that Options allow)"
         free.append(f"node {node.id[:8]} ({node.address}): {amounts}{unfit}")
+    sizes = [node.total for node in machines if suits(node, options)]
+    large = all(any(_fits(size, booked(kind, options)) for size in sizes) for kind in kinds)
+    advice = (
+        "End what holds the rest (`ray list placement-groups` shows it; executors of this program: "
+        "close them), add nodes, or use fewer device_ids"
+        if large
+        else "No node has that much in all: give 'cpu' entries, book less, or add nodes"
+    )
     return NoRoom(
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
         f"({'; '.join(each) or 'which book nothing'}{labels}); after "
         f"{options.placement_timeout:g} s the replicas for device_ids "
-        f"{[place.device_id for place in absent]} had no place. Free now: {'; '.join(free)}. "
-        "End what holds the rest (`ray list placement-groups` shows it; executors of this program: "
-        "close them), add nodes, or use fewer device_ids"
+        f"{[place.device_id for place in absent]} had no place. Free now: "
+        f"{'; '.join(free)}. {advice}"
     )
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
+from raydp_parallel.cluster import placement, ray_api
 from raydp_parallel.cluster.placement import booked, for_cpus, homes, places, plan
 from raydp_parallel.cluster.ray_api import Node
 from raydp_parallel.options import Options
@@ -78,3 +82,35 @@ def test_cpu_replicas_go_round() -> None:
         "b",
         "b",
     ]
+
+
+def test_a_cluster_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still get nodes, so replicas wait; the error then names no holder of GPUs."""
+    said: list[str] = []
+    monkeypatch.setattr(ray_api, "warn_once", said.append)
+    monkeypatch.setattr(ray_api, "connect", lambda: True)
+    monkeypatch.setattr(placement, "is_private", lambda: False)
+    for gpus, count in ((2, 0), (0, 1)):
+        monkeypatch.setattr(placement, "nodes", lambda gpus=gpus: [node("a", gpus, free=0)])
+        placement.check_gpus([0, 1], Options())
+        assert len(said) == count
+        wanted = places((0, 1))
+        text = str(placement.no_room(wanted, wanted, Options()))
+        assert ("End what holds" in text) == bool(gpus)
+        assert ("No node has that much in all: give 'cpu'" in text) != bool(gpus)
+    assert "the cluster has no GPU" in said[0] and "Give 'cpu' entries" in said[0]
+
+
+def test_nothing_is_started_or_said_where_the_module_runs_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No GPU, or one, and no cluster but one that is noted and dead."""
+    said: list[str] = []
+    monkeypatch.setattr(ray_api, "warn_once", said.append)
+    monkeypatch.setattr(ray_api, "connected", lambda: False)
+    monkeypatch.setattr(ray_api, "inherited", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_api, "read_ray_address", lambda: "127.0.0.1:1")
+    for own in (0, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda own=own: own)
+        assert placement.all_gpus(Options()) == [*range(own)] and not said
