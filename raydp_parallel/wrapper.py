@@ -240,7 +240,6 @@ class DataParallel(nn.DataParallel[T]):
             ``grad_norm()`` besides, which do as torch's functions, where the gradients are.
         """
         params = self.module.parameters() if params is None else params
-        optimizer.check(kind, params)
         if self._in_place:
             return kind(params, **keywords)
         return optimizer.make(self.executor, self.module, self.device_ids, kind, params, keywords)
@@ -351,13 +350,13 @@ class DataParallel(nn.DataParallel[T]):
     ) -> Any:
         """Split, run, gather, for what is called."""
         with record_function("raydp_parallel.DataParallel.forward"), exceptions.ShortTraceback():
-            if isinstance(called, LossCall):
-                called.check(self.module, inputs, kwargs)  # raises here what is wrong here
             if self._in_place:
                 output = self._run_in_place(called, inputs, kwargs, split)
                 return output if gather else [output]
             ambient.refuse_transforms()
             self._warn_of_hooks()
+            if isinstance(called, LossCall):
+                called.divided(inputs, kwargs)  # raises here what is wrong here
             chunks: Any = (inputs,)
             chunk_kwargs: Any = (kwargs,)
             if split:

@@ -136,29 +136,17 @@ class LossCall:
         # The mean of nothing may be no number; gradients of zeros let backward run all the same.
         return total if number else _zero(output, total), number, value.new_empty(0)
 
-    def check(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Raise TypeError if targets are missing, or were taken for what the module needs."""
-        inputs, targets, others = self.divided(args, kwargs)
-        if targets and not inputs and not others:
-            try:
-                inspect.signature(module.forward).bind()
-            except TypeError as error:
-                raise TypeError(
-                    "with_loss: the last argument is the target, as in model(x, y), which leaves "
-                    f"none for {type(module).__name__}.forward: {error}"
-                ) from None
-
     def divided(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], Sequence[Any], dict[str, Any]]:
         """The module's positional arguments, the targets, and its keyword arguments."""
         if isinstance(self.targets, int):
             first = len(args) - self.targets
-            if first < 0:
+            if first < 0 or (first == 0 < self.targets and not kwargs):
                 raise TypeError(
                     f"with_loss: got {len(args)} positional arguments, of which the last "
-                    f"{self.targets} are targets; with_loss(targets=...) says how many, or which "
-                    "keyword arguments"
+                    f"{self.targets} are targets, as in model(x, y); with_loss(targets=...) says "
+                    "how many, or which keyword arguments"
                 )
             return args[:first], args[first:], kwargs
         missing = [name for name in self.targets if name not in kwargs]

@@ -22,31 +22,25 @@ _numbers = itertools.count(1)
 Values = dict[str, Any]
 
 
-def check(kind: Any, params: Any) -> None:
-    """Raise TypeError for what is no class of an optimizer, or no parameters."""
-    call = "model.optimizer(torch.optim.SGD, lr=0.1)"
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        got = kind.__name__ if isinstance(kind, type) else f"a {type(kind).__name__}"
-        raise TypeError(f"optimizer: expected a class of torch.optim, as in {call}, got {got}")
-    if not isinstance(params, Iterable):
-        raise TypeError(
-            f"optimizer: expected parameters, got {params!r}; give settings by name, as in {call}"
-        )
-
-
 def make(
     executor: Executor,
     module: nn.Module,
     ids: Sequence[DeviceId],
-    kind: type[torch.optim.Optimizer],
+    kind: Any,
     params: Iterable[Any],
     keywords: dict[str, Any],
 ) -> torch.optim.Optimizer:
     """Make an optimizer whose steps the replicas of a model make.
 
     Raises:
-        TypeError: The class calls the program within its step.
+        TypeError: The class is no optimizer, or calls the program within its step.
     """
+    how = "model.optimizer(torch.optim.SGD, lr=0.1)"
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        got = getattr(kind, "__name__", f"a {type(kind).__name__}")
+        raise TypeError(f"optimizer: expected a class of torch.optim, as in {how}, got {got}")
+    if not hasattr(params, "__iter__"):
+        raise TypeError(f"optimizer: expected parameters, got {params!r}; name settings, as {how}")
     if issubclass(kind, torch.optim.LBFGS):
         raise TypeError(
             f"optimizer: a step of {kind.__name__} runs the model many times, in your process: "

@@ -103,19 +103,19 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a loss without targets": (
         lambda: DataParallel(Net(), CPUS).with_loss(nn.MSELoss())(X),
-        r"last argument is the target, as in model\(x, y\).*none for Net.forward: .*'x'",
+        r"got 1 positional arguments, of which the last 1 are targets, as in model\(x, y\)",
     ),
     "an output of an unknown class": (
         lambda: DataParallel(Boxed(), CPUS)(X),
         "class Box.*a list.*register_batch_type",
     ),
     "an optimizer for its class": (
-        lambda: DataParallel(Net(), ["cpu"]).optimizer(torch.optim.SGD(Net().parameters())),  # type: ignore[arg-type]
+        lambda: DataParallel(Net(), CPUS).optimizer(torch.optim.SGD(Net().parameters())),  # type: ignore[arg-type]
         r"expected a class.*optimizer\(torch.optim.SGD, lr=0.1\), got a SGD$",
     ),
     "a setting for parameters": (
         lambda: DataParallel(Net(), CPUS).optimizer(torch.optim.SGD, 0.1),  # type: ignore[arg-type]
-        "expected parameters, got 0.1; give settings by name",
+        "expected parameters, got 0.1; name settings, as model.optimizer",
     ),
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -280,51 +279,6 @@ def test_isinstance_and_unwrapping() -> None:
     while isinstance(unwrapped, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         unwrapped = unwrapped.module
     assert unwrapped is module
-
-
-def test_transformers_n_gpu_loop() -> None:
-    """Expanded scalars in, one loss per replica out, ``loss.mean()`` or a sum over tokens:
-    gradients are upstream's.
-    """
-    results = []
-    for base, ids in ((DataParallel, TWO), (oracle.DataParallel, [0, 1])):
-        model = base(LossModel(net()), ids)
-        x, y = data(6)
-        items = torch.tensor(6).unsqueeze(0).expand(2, -1)
-        with pytest.warns(UserWarning, match="all input tensors were scalars"):
-            counts = {"num_items_in_batch": items.reshape(2)}
-            outputs = model(input=x, labels=y, return_dict=True, **counts)
-        loss = outputs["loss"].sum()
-        (loss + outputs["loss"].mean() * 0.5).backward()
-        results.append((model, outputs))
-    (ours, out), (theirs, expected) = results
-    assert type(out) is type(expected) is Output
-    assert out["loss"].shape == (2,) and out["logits"].shape == (6, 3)
-    torch.testing.assert_close(dict(out), dict(expected), rtol=0, atol=0)
-    assert_same_grads(ours, theirs)
-
-
-class Output(OrderedDict[str, Any]):
-    """Like transformers' ModelOutput: an ordered dict, made of pairs."""
-
-
-class LossModel(nn.Module):
-    """Computes its own loss, and asks for its own device on the way."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.model = module
-
-    def forward(
-        self,
-        input: torch.Tensor,
-        labels: torch.Tensor,
-        num_items_in_batch: torch.Tensor,
-        return_dict: bool = False,
-    ) -> Any:
-        logits = self.model(input)
-        loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch[0]
-        return Output(loss=loss, logits=logits) if return_dict else (loss, logits)
 
 
 def test_G4_G5_outputs_and_caches_of_transformers_come_back_as_themselves() -> None:
