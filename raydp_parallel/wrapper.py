@@ -54,12 +54,6 @@ T = TypeVar("T", bound=nn.Module)
 log = logging.getLogger("raydp_parallel")
 _warn_once = functools.cache(log.warning)
 
-_NO_GPU = (
-    "the module runs in place, in this process, because device_ids were left out and there is no "
-    "GPU. device_ids=['cpu', 'cpu'] makes two CPU replicas"
-)
-_ABSENT_WITHOUT_DEVICES = ("dim", "executor", "output_device", "src_device_obj")
-
 
 class _Forward:
     """A wrapper's forward, which has the signature of its module's: by that Hugging Face's
@@ -138,7 +132,10 @@ class DataParallel(nn.DataParallel[T]):
         ids = normalize(device_ids, self._options)
         self.device_ids: list[Any] = list(ids)
         if not ids:
-            _warn_once(f"DataParallel: {_NO_GPU}")
+            _warn_once(
+                "DataParallel: the module runs in place, in this process, because device_ids were "
+                "left out and there is no GPU. device_ids=['cpu', 'cpu'] makes two CPU replicas"
+            )
             return
         _check_weights(self._options, ids)
         self.dim = dim
@@ -174,7 +171,7 @@ class DataParallel(nn.DataParallel[T]):
     def output_device(self) -> Any:
         """Where outputs go: as upstream, a CUDA index where it is one."""
         if "_output_device" not in self.__dict__:
-            raise AttributeError  # `__getattr__` gives the text
+            raise AttributeError  # torch's `__getattr__` gives the text
         device = self._output_device or module_device(self.module)
         return device.index if device.type == "cuda" else device
 
@@ -186,22 +183,15 @@ class DataParallel(nn.DataParallel[T]):
     def src_device_obj(self) -> torch.device:  # type: ignore[override]  # an attribute upstream, which is never set
         """Where the master copy lives."""
         if not self.device_ids:
-            raise AttributeError  # `__getattr__` gives the text
+            raise AttributeError  # torch's `__getattr__` gives the text
         return module_device(self.module)
 
     @property
     def executor(self) -> Executor:
         """The executor that runs the module's replicas."""
         if not self.device_ids:
-            raise AttributeError  # `__getattr__` gives the text
+            raise AttributeError  # torch's `__getattr__` gives the text
         return self._executor or shared(self._options)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _ABSENT_WITHOUT_DEVICES and self.__dict__.get("device_ids") == []:
-            raise AttributeError(
-                f"'{type(self).__name__}' object has no attribute '{name}': {_NO_GPU}"
-            )
-        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         """Say which devices run the module, and whether that is in place."""
