@@ -18,7 +18,6 @@ import ray
 pytestmark = pytest.mark.usefixtures("cluster")
 
 ROOT = Path(__file__).parents[2]
-LOSSES = re.compile(r"(?:loss|distance) ([\d.]+) -> ([\d.]+)")
 
 
 def run(*arguments: str, **environment: str) -> str:
@@ -96,12 +95,6 @@ def test_tutorial_runs_in_place_without_devices() -> None:
     assert "Devices: []" in printed
 
 
-@pytest.mark.parametrize("name", ["block_in_model", "cpu_and_gpu", "gan"])
-def test_training_examples_get_better(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    first, last = map(float, LOSSES.search(cell(name, "cpu,cpu", capsys)).groups())
-    assert last < first / 2
-
-
 def described(name: str) -> list[str]:
     """The output that an example's header shows, line by line."""
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
@@ -117,14 +110,14 @@ def numbers(lines: list[str]) -> list[float]:
     return [float(n) for n in NUMBER.findall(re.sub(r"[\d.]+ ms", "", " ".join(lines)))]
 
 
-SHORT = ("contrastive", "ema", "packed_sequences")
+SHORT = ("block_in_model", "contrastive", "cpu_and_gpu", "ema", "gan", "packed_sequences")
 OTHERS = {path.stem for path in (ROOT / "examples").glob("*.py")} - {*SHORT, "command_line"}
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in sorted(OTHERS)]
 
 
 @pytest.mark.parametrize("name", [*SHORT, *LONG])
 def test_the_header_shows_the_output(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last lines that an example prints are those in its header; and it learns."""
+    """The last lines that an example prints are those in its header."""
     run_cell(name, "cpu,cpu")
     printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
     # Ray prints lines of its own: of its processes, and on a loaded machine of itself.
@@ -134,12 +127,6 @@ def test_the_header_shows_the_output(name: str, capsys: pytest.CaptureFixture[st
     assert [NUMBER.sub("#", line) for line in printed] == [NUMBER.sub("#", line) for line in shown]
     # To two digits: other processors compute other last ones.
     assert numbers(printed) == pytest.approx(numbers(shown), rel=0.05)
-    text = "\n".join(printed)
-    for first, last in LOSSES.findall(text):
-        assert float(last) < 0.8 * float(first)
-    for first, last in re.findall(r"reward ([\d.]+) -> ([\d.]+)", text):
-        assert float(last) > 2 * float(first)
-    assert "False" not in text
 
 
 @pytest.mark.parametrize("devices", ["cpu,cpu", "all"])
