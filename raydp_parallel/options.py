@@ -57,7 +57,8 @@ class Options:
         placement_timeout: Seconds that replicas may take to be placed and to start. While they wait
             for a place Ray's autoscaler knows of it, and a node that is added is used.
         call_timeout: Seconds that one forward or backward may take before its replica counts as
-            dead and is ended; None waits.
+            dead and is ended; None waits. The first call of a process has ``placement_timeout``, if
+            that is more: it imports.
         cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number
             of them share a small machine.
         gpus_per_replica: The part of a GPU that Ray books for each replica, above 0 and at most 1.

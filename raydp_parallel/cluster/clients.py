@@ -24,8 +24,8 @@ from raydp_parallel.wire.flat import Flat, flat, unflat
 from raydp_parallel.wire.trial import try_ipc
 
 _CPU = torch.device("cpu")
-_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that say what this process lacks, and are no sign of a death."""
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
+"""Errors that say that the other end is gone. Others say what this process lacks."""
 _GRACE = 0.5
 """Seconds in which Ray may end a process; it takes 50 ms."""
 _CAUSE = 5.0
@@ -34,6 +34,10 @@ _CAUSE = 5.0
 
 class Gone(Exception):
     """The replica is gone, by a cause as far as it is known at once."""
+
+
+def _late(timeout: float | None) -> str:
+    return f"no answer within {timeout:g} s, as Options(call_timeout) has it"
 
 
 class ActorClient:
@@ -118,14 +122,17 @@ class NearClient(ActorClient):
         self.link = "ipc"
 
     @contextlib.contextmanager
-    def _line(self) -> Iterator[None]:
+    def _line(self, timeout: float | None) -> Iterator[None]:
         """Hang up if a frame cannot be carried as a whole: another process takes over."""
         try:
             if self._socket is None:
                 raise Gone("its connection was closed")
             yield
+        except TimeoutError as error:
+            self.close()
+            raise Gone(_late(timeout)) from error
         except (EOFError, OSError) as error:
-            if isinstance(error, TimeoutError) or getattr(error, "errno", None) in _OWN:
+            if isinstance(error, OSError) and error.errno not in _GONE:
                 raise
             self.close()
             raise Gone("its process ended") from error
@@ -133,25 +140,29 @@ class NearClient(ActorClient):
             self.close()
             raise
 
-    def send(self, request: Any) -> None:
+    def send(self, request: Any, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
-        with self._line():
-            self._channel.send(request)
+        with self._line(timeout):
+            self._channel.send(request, timeout)
 
     def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
-        `Gone` and `TimeoutError`.
+        `Gone`.
         """
         if self.hello.device == "cpu":
             threads.rest()  # the replica computes on the same cores
         # Ctrl-C may come here: the answer is still owed then.
         ready = self._poll.poll(None if timeout is None else timeout * 1e3)
-        with self._line():
+        with self._line(timeout):
             if not ready:
-                raise TimeoutError(f"no answer within call_timeout={timeout} s")
+                raise TimeoutError
             if all(fd != self._socket for fd, _ in ready):
                 raise EOFError
-            return self._channel.receive(device=home)
+            try:
+                return self._channel.receive(timeout, home)
+            except OSError:  # some of the frame is lost
+                self.close()
+                raise
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
@@ -184,7 +195,7 @@ class FarClient(ActorClient):
         super().__init__(actor, hello, life)
         self._refs: deque[Any] = deque()
 
-    def send(self, request: Any) -> None:
+    def send(self, request: Any, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
         if not self._in_session():  # a call would start another cluster
             raise Gone("the Ray cluster was left")
@@ -198,14 +209,14 @@ class FarClient(ActorClient):
 
     def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
-        `Gone` and `TimeoutError`.
+        `Gone`.
         """
         if not self._in_session():
             raise Gone("the Ray cluster was left")
         try:
             found: Flat = ray_api.get(self._refs[0], timeout)
         except TimeoutError as error:
-            raise TimeoutError(f"no answer within call_timeout={timeout} s") from error
+            raise Gone(_late(timeout)) from error
         except ray_api.TaskError:
             self._refs.popleft()
             raise

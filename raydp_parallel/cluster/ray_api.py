@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import inspect
 import logging
@@ -14,6 +15,7 @@ import math
 import os
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -90,8 +92,10 @@ class _ParentsConnection:
 def _leave_to_parent() -> None:
     if connected() and not inherited():
         global_worker.core_worker = _ParentsConnection(global_worker.core_worker)  # type: ignore[attr-defined]
-        # At exit it would end the parent's cluster, and wait for threads that are not here.
+        # At exit it would end the parent's cluster, and wait for threads that are not here; so
+        # would the end of Ray's accessor, which gets one reference too many.
         atexit.unregister(ray.shutdown)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(state._global_state_accessor))
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -117,6 +121,8 @@ _ANSWERS = 5.0
 
 NICENESS = "RAY_worker_niceness"
 """The variable of the environment in which a starting node finds the niceness of its workers."""
+_LONGEST = 40
+"""Letters of a folder; Ray adds 66 for a socket, and Unix allows 107."""
 
 _started_here = False
 
@@ -153,16 +159,33 @@ def join(address: str | None) -> None:
     """Connect to a cluster by Ray's rules for addresses; ``"local"`` starts one.
 
     Ray's workers have a niceness of 15. On a machine with all cores busy, replicas then get a 30th
-    of what data loaders get. In a cluster of this program's own they have its own priority.
+    of what data loaders get. In a cluster of this program's own they have its own priority. Its
+    folder is of its user alone: in Ray's every user could take the place of its sockets.
     """
-    ours = "local" in (address, os.environ.get("RAY_ADDRESS")) and NICENESS not in os.environ
+    starts = "local" in (address, os.environ.get("RAY_ADDRESS"))
+    ours = starts and NICENESS not in os.environ
     if ours:
         os.environ[NICENESS] = "0"
     try:
-        ray.init(address=address)
+        ray.init(address=address, _temp_dir=_folder() if starts else None)
     finally:
         if ours:
             os.environ.pop(NICENESS, None)
+
+
+def _folder() -> str | None:
+    """Make the folder for the files of clusters, which only this user may enter; None if names of
+    sockets in it would be too long.
+    """
+    place = os.path.dirname(os.path.dirname(get_ray_address_file(None)))
+    made = os.path.join(place, f"raydp-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(made, 0o700)
+    found = os.lstat(made)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:  # who made it can do what he likes
+        made = tempfile.mkdtemp(prefix="raydp-", dir=place)
+    folder = os.path.join(made, "ray")  # Ray lets all users write to this one
+    return folder if len(folder) <= _LONGEST else None
 
 
 def _noted(start: bool) -> str:

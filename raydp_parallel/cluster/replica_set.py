@@ -49,6 +49,7 @@ class ReplicaSlot:
         state: ``"ready"``, ``"starting"``, ``"dead"``, ``"away"`` (an elastic executor has no room
             for it) or ``"closed"``.
         answered: True if its replica has answered a call.
+        cause: The cause of its last death.
         forget: Keys of graphs that the next message tells the replica to drop.
         revisions: The state that it holds, by the model's number.
         pending: The request that it has not answered yet.
@@ -59,6 +60,7 @@ class ReplicaSlot:
         self.client: Any = None
         self.life = 0
         self.state = "starting"
+        self.cause = ""
         self._reset()
 
     def _reset(self) -> None:
@@ -233,7 +235,7 @@ class ReplicaSet:
         with self.lock:
             if slot.life != life or not slot.ready:
                 return
-            slot.state = "dead"
+            slot.state, slot.cause = "dead", cause
             self.recorder.died(slot.index, f"{slot} died in {phase}: {cause}")
             place = slot.place
             self._in_vain[place] = 0 if slot.answered else self._in_vain.get(place, 0) + 1

@@ -131,8 +131,11 @@ class Starter:
                 ids = [place.device_id for place, ref in hellos.items() if ref in late]
                 ended = {hold.node for hold in holds.values()} - ray_api.living()
                 why = (
-                    f"nodes ended: {', '.join(n[:8] for n in ended)}" if ended else "see their logs"
+                    f"see their logs. The load here is {os.getloadavg()[0]:.0f} on "
+                    f"{os.cpu_count()} cores; {ray_api.NICENESS}=0 gives replicas more of them"
                 )
+                if ended:
+                    why = f"nodes ended: {', '.join(n[:8] for n in ended)}"
                 raise PlacementError(
                     f"the replicas for device_ids {ids} were placed, but did not start within "
                     f"placement_timeout={timeout:g} s; {why}"
@@ -140,12 +143,12 @@ class Starter:
             for place, ref in hellos.items():
                 hello, theirs = ray_api.get(ref)
                 self._compare(place, theirs)
-                clients[place] = self._meet(actors[place], hello)
+                clients[place] = self._meet(actors[place], hello, over)
                 if not self._tried(clients[place]):
                     clients.pop(place).end()
                     actors[place] = self._create(place, holds[place])
                     hello, _ = ray_api.get(actors[place].hello.remote(), timeout)
-                    clients[place] = self._meet(actors[place], hello)
+                    clients[place] = self._meet(actors[place], hello, over)
                 if hello.cores:  # how a call computes must not change when others join later
                     self._cores = self._cores or hello.cores
             _say(clients.values())
@@ -196,7 +199,7 @@ class Starter:
                 raise PlacementError(f"{text}: install the same on every node of the cluster")
             ray_api.warn_once(f"{text}: results may differ by rounding")
 
-    def _meet(self, actor: Any, hello: Hello) -> Client:
+    def _meet(self, actor: Any, hello: Hello, over: Callable[[], bool]) -> Client:
         """Choose how a replica is called: over a socket if it is on this machine, else by Ray."""
         if hello.node == ray_api.here():
             with socket.socket(socket.AF_UNIX) as listener:
@@ -207,6 +210,11 @@ class Starter:
                 listener.settimeout(ray_api.TURN)
                 serving = actor.serve.remote(name)
                 while ray_api.late([serving]):
+                    if over():
+                        raise PlacementError(
+                            f"replica process {hello.pid} started, but did not connect within "
+                            f"placement_timeout={self._options.placement_timeout:g} s"
+                        )
                     try:
                         sock, _ = listener.accept()
                     except TimeoutError:

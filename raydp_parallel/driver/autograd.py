@@ -581,8 +581,7 @@ class _Trip:
             if not graph.on(slot):
                 dispatcher.remake(graph, slot, "backward")
         call = ChunkCall(slot, "backward", self.once, self._part.master.number)
-        pending = dispatcher.send(slot, call)
-        answer = None if pending is None else dispatcher.receive(pending)
+        answer = dispatcher.receive(dispatcher.send(slot, call))
         if answer is not None:
             raise_first([answer], [call])
         for graph in freed:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raydp_parallel.cluster.clients import Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.errors import GraphLost, ReplicaDied, TransferError
+from raydp_parallel.errors import GraphLost, ReplicaDied
 from raydp_parallel.replica import exceptions
 from raydp_parallel.wire.codec import Parcel, Row
 from raydp_parallel.wire.messages import Answer, ForwardRequest
@@ -189,10 +189,8 @@ class Dispatcher:
                 slot = self._place(calls[i], busy)
                 if slot in busy:
                     continue  # its turn comes: a window holds one answer
-                pending = self.send(slot, calls[i])
+                sent[i] = self.send(slot, calls[i])
                 busy[slot] = 1
-                if pending is not None:
-                    sent[i] = pending
             if meanwhile is not None:  # replicas compute now, and this process has time
                 meanwhile()
                 meanwhile = None
@@ -201,18 +199,22 @@ class Dispatcher:
             # Answers are taken in the order of chunks; the slowest one decides anyway.
             died = ""
             for i, pending in sent.items():
+                early = pending.gone is not None  # it did not get the chunk
                 answer = self.receive(pending)
                 if answer is None:
-                    deaths[i] += 1
                     died = f"{pending.slot} died in {calls[i].phase}: {pending.gone}"
                     silent = pending.gone is not None and pending.gone.startswith("no answer")
+                    # One that had worked, and is gone, did not die of this chunk.
+                    deaths[i] += silent or not early or not pending.slot.answered
                     if deaths[i] >= (_MOST_SILENT if silent else _MOST_DEATHS):
+                        hint = "takes longer than it may" if silent else "ends its process"
                         raise ReplicaDied(
                             f"{deaths[i]} replicas died of chunk {i} in {calls[i].phase}, one "
                             f"after the other, the last of them: {pending.gone}. It seems that the "
-                            "chunk ends its process"
+                            f"chunk {hint}"
                         )
-                    self._set.recorder.replayed(pending.slot.index)
+                    if not early:
+                        self._set.recorder.replayed(pending.slot.index)
                 elif self._may_count(answer, pending):
                     answers[i] = answer
                 while taking is not None and taken in answers:
@@ -260,21 +262,21 @@ class Dispatcher:
         slot.answered = True
         return True
 
-    def send(self, slot: ReplicaSlot, call: ChunkCall) -> Pending | None:
-        """Send a call to a slot; returns None if its replica is gone."""
+    def send(self, slot: ReplicaSlot, call: ChunkCall) -> Pending:
+        """Send a call to a slot. If its replica is gone, what is returned says so."""
         self.settle(slot)
-        if not slot.ready or slot.client is None:
-            return None
-        request = call.request(slot)
-        if slot.state != "ready":  # what the request needed ended the process
-            return None
-        pending = slot.pending = Pending(slot, call)
+        request = call.request(slot) if slot.ready else None
+        pending = Pending(slot, call)
+        if not slot.ready:  # what the request needed may have ended the process
+            pending.gone = slot.cause
+            return pending
+        slot.pending = pending
         try:
-            slot.client.send(request)  # [3] request
+            slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
-            slot.pending = None
-            self._set.lost(slot, pending.life, call.phase, str(gone))
-            return None
+            slot.pending, pending.gone = None, str(gone)
+            self._set.lost(slot, pending.life, call.phase, pending.gone)
+            return pending
         except Exception:  # it was not sent, so that the replica does not know this yet
             slot.pending = None
             slot.forget.extend(getattr(request, "forget", ()))
@@ -285,6 +287,15 @@ class Dispatcher:
             call.makes.slot, call.makes.life = slot, slot.life
         self._set.recorder.called(slot.index)
         return pending
+
+    def _limit(self, pending: Pending) -> float | None:
+        """Return the seconds that a call may take. As those of a start they hold for a process that
+        has not answered yet, and for an optimizer's beginning: imports take place there.
+        """
+        options, call = self._set.options, pending.call
+        first = not pending.slot.answered or (call is not None and call.phase == "resume")
+        least = options.placement_timeout if first else 0.0
+        return options.call_timeout and max(options.call_timeout, least)
 
     def receive(self, pending: Pending) -> Answer | None:
         """Take the answer to a call; returns None if the replica died."""
@@ -300,14 +311,12 @@ class Dispatcher:
         phase = pending.call.phase if pending.call is not None else "call"
         try:
             home = pending.call.home if pending.call is not None else _CPU
-            answer = client.receive(self._set.options.call_timeout, home)
-        except (Gone, TimeoutError) as error:
-            pending.gone = str(error)
-            if isinstance(error, TimeoutError):
-                client.close()
+            answer = client.receive(self._limit(pending), home)
+        except Gone as gone:
+            pending.gone = str(gone)
             self._set.lost(slot, pending.life, phase, pending.gone)
             return
-        except TransferError as error:  # the frame was read, and is lost
+        except Exception as error:  # the frame was read, and is lost
             pending.gone = str(error)
             raise
         finally:
@@ -357,7 +366,7 @@ class Dispatcher:
                 "be made again; run forward again"
             )
         pending = self.send(slot, graph.recipe(slot))
-        answer = None if pending is None else self.receive(pending)
+        answer = self.receive(pending)
         if answer is None:
             return  # it died, too: the call's own sending will show that
         if answer.failure is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.clients import end_all
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.cluster.reporter import Reporter
@@ -224,12 +225,21 @@ class Executor:
             return found
 
     def close(self) -> None:
-        """End the replicas. Their graphs are lost; what the driver holds is not. May be called
-        twice. In a forked process it ends nothing.
+        """End the replicas. Their graphs are lost, what the driver holds is not. Trained weights
+        are fetched before, if they come within ``call_timeout``, else ``placement_timeout``. May be
+        called twice. In a forked process it ends nothing.
         """
         if self.replica_set.forked:
             return
-        for master in [*self._masters.values()]:
+        limit = self.options.call_timeout or self.options.placement_timeout
+        self.replica_set.options = replace(self.options, call_timeout=limit)
+        free = self.lock.acquire(timeout=limit)
+        if free:
+            self.lock.release()  # calls that begin now have the limit, too
+        else:
+            log.warning("closing an executor: a call of another thread does not end, and is ended")
+            end_all([slot.client for slot in self.replica_set.ready()])
+        for master in [*self._masters.values()] if free else ():
             for _ in range(2 if master.resident is not None and not self.closed else 0):
                 try:
                     master.resident.pull(states=True)

@@ -376,7 +376,7 @@ def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], 
     def finish() -> Any:
         with executor.lock:
             with executor.trip():
-                answer = None if pending is None else executor.dispatcher.receive(pending)
+                answer = executor.dispatcher.receive(pending)
                 if answer is None or answer.lacking:
                     answer = executor.dispatcher.run([call])[0]
             executor.replica_set.recorder.totals.forwards += 1

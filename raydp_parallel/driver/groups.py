@@ -15,7 +15,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import ChunkCall
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
-from raydp_parallel.wire.group import check_apart, open_store
+from raydp_parallel.wire.group import check_apart, close_store, open_store
 from raydp_parallel.wire.messages import ExchangeRequest
 
 log = logging.getLogger("raydp_parallel")
@@ -48,19 +48,21 @@ class _Group:
 
     def __init__(self, slots: Sequence[ReplicaSlot], patience: float, nccl: bool) -> None:
         near = all(slot.client is not None and slot.client.hello.near for slot in slots)
-        host = "127.0.0.1" if near else ray_api.own_address()
-        self._store: Any = open_store(host)
-        address, name = (host, int(self._store.port)), f"group {next(_names)}"
+        host = None if near else ray_api.own_address()
+        self._store = store = open_store(len(slots), host)
+        self.address = store if host is None else (host, store.port)
+        name = f"group {next(_names)}"
         links = [getattr(slot.client, "link", "") for slot in slots]
         root = links.index("ipc") if "ipc" in links else 0
         self.nccl = nccl
         self.places = {
-            i: ExchangeRequest(address, name, i, len(slots), patience, nccl=nccl, root=root)
+            i: ExchangeRequest(name, i, len(slots), patience, nccl=nccl, root=root)
             for i in range(len(slots))
         }
 
     def close(self) -> None:
         """Let the members leave."""
+        close_store(self._store)
         self._store = None
 
 
@@ -93,10 +95,17 @@ def members(executor: Executor, slots: Sequence[ReplicaSlot]) -> dict[int, Excha
         if len(executor.groups) >= _MOST_GROUPS:
             forget(executor)
         patience = executor.options.call_timeout or _PATIENCE
-        group = _Group(slots, patience, _may_use_nccl(executor, slots))
-        if group.nccl and not _join(executor, slots, group):
-            group = _Group(slots, patience, False)
-        executor.groups[key] = group
+        for nccl in (True, False) if _may_use_nccl(executor, slots) else (False,):
+            group = _Group(slots, patience, nccl)
+            try:
+                if _join(executor, slots, group):
+                    executor.groups[key] = group
+                    break
+            finally:
+                if key not in executor.groups:  # also after Ctrl-C
+                    group.close()
+        else:
+            return group.places  # who uses them finds out, and others are made next time
     return executor.groups[key].places  # type: ignore[no-any-return]
 
 
@@ -115,24 +124,28 @@ def _may_use_nccl(executor: Executor, slots: Sequence[ReplicaSlot]) -> bool:
 
 
 def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bool:
-    """Let replicas join a group that uses NCCL, and try it; tell if it works."""
+    """Let replicas join a group, and try NCCL, if it uses that; tell if it works."""
     begun, dispatcher = time.monotonic(), executor.dispatcher
     sent = []
     for slot, place in zip(slots, group.places.values(), strict=True):
+        place = place._replace(address=group.address)
         sent.append(dispatcher.send(slot, ChunkCall(slot, "join", lambda _, p=place: p, 0)))  # type: ignore[misc]
-    dispatcher.watch(sent, group.close, _TRIAL)
+    limit = executor.replica_set.options.call_timeout
+    dispatcher.watch(sent, group.close, _TRIAL if group.nccl else limit)
     problem, died, late = "", "", ""
     for slot, pending in zip(slots, sent, strict=True):
-        if pending is not None and not slot.client.ready(_GRACE):
+        if group.nccl and pending.gone is None and not slot.client.ready(_GRACE):
             problem = f"{slot} hangs in NCCL"
             executor.replica_set.lost(slot, pending.life, "join", problem)
-        answer = None if pending is None else dispatcher.receive(pending)
+        answer = dispatcher.receive(pending)
         if answer is None:
             died = f"{slot} died"
         elif answer.failure is not None and answer.failure.name.endswith("Abandoned"):
             late = answer.failure.text.splitlines()[-1]
         elif answer.failure is not None:
             problem = answer.failure.text.splitlines()[-1]
+    if not group.nccl:
+        return not (problem or died or late)
     problem = problem or ("" if died else late)
     if problem or died:
         executor.failed_joins += _MOST_JOINS if problem else 1

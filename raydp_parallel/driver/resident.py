@@ -60,12 +60,14 @@ class _Plan:
         requests: Those that are sent, each with its slot and the life that it is for.
         sent: Those that were sent so far; None where the replica was gone.
         grouped: True if members exchange tensors.
+        tries: How often nobody could make it.
     """
 
     step: StepRequest
     requests: list[tuple[ReplicaSlot, int, ChunkCall]] = field(default_factory=list)
     sent: list[Pending | None] = field(default_factory=list)
     grouped: bool = False
+    tries: int = 0
 
 
 class Resident:
@@ -276,6 +278,7 @@ class Resident:
                 slot = self._executor.replica_set.choose(slot, {})
                 self.ready(slot)
                 self.bring(chunk, slot)
+                self._refuse_missed(numbers)
             answer = self._call(slot, request)
             if answer is not None:
                 device = self._master.tensors[numbers[0]].device
@@ -284,14 +287,15 @@ class Resident:
 
     def _call(self, slot: ReplicaSlot, request: Any) -> Answer | None:
         """Call one replica; returns None if it died."""
-        pending = self._executor.dispatcher.send(slot, self._asking(slot, request))
-        answer = None if pending is None else self._executor.dispatcher.receive(pending)
+        dispatcher = self._executor.dispatcher
+        answer = dispatcher.receive(dispatcher.send(slot, self._asking(slot, request)))
         if answer is not None and answer.failure is not None:
             exceptions.reraise(answer.failure, str(slot))
         return answer
 
     def _asking(self, slot: ReplicaSlot, request: Any) -> ChunkCall:
-        return ChunkCall(slot, "step", lambda slot: request, self._master.number)
+        phase = "resume" if isinstance(request, ResumeRequest) else "step"
+        return ChunkCall(slot, phase, lambda slot: request, self._master.number)
 
     # Replicas.
 
@@ -510,7 +514,7 @@ class Resident:
             plan = self._plan
             self._go_on(plan)
             if plan.grouped:
-                limit = executor.options.call_timeout
+                limit = executor.replica_set.options.call_timeout
                 executor.dispatcher.watch(plan.sent, lambda: groups.forget(executor), limit)
             done: list[tuple[ReplicaSlot, int]] = []
             tried: list[tuple[ReplicaSlot, int]] = []
@@ -539,6 +543,14 @@ class Resident:
                 if unread is not None:
                     self._plan, self._normed = None, ()
                     exceptions.reraise(unread[1], str(unread[0]))
+                plan.tries += 1
+                if plan.tries == _MOST_TRIES:
+                    self._plan, self._normed = None, ()
+                    raise ReplicaDied(
+                        f"a step was tried {_MOST_TRIES} times, and was not made: each time "
+                        "replicas died, or did not find each other. It seems that the step ends "
+                        "its process"
+                    )
                 self._send(plan)
                 continue
             self._plan = None

@@ -8,6 +8,7 @@ memory there. They are valid until the sender's next frame.
 
 from __future__ import annotations
 
+import errno
 import pickle
 import select
 import socket
@@ -66,8 +67,24 @@ class Channel:
         """Return the socket's descriptor, to wait for it."""
         return self._sock.fileno()
 
-    def send(self, message: Any) -> None:
-        """Send a message. Tensors of the last one are overwritten."""
+    def send(self, message: Any, timeout: float | None = None) -> None:
+        """Send a message. Tensors of the last one are overwritten.
+
+        Args:
+            message: The message.
+            timeout: Seconds in which the other end has to take some of it.
+
+        Raises:
+            TimeoutError: It did not. Nothing can be sent any more.
+        """
+        try:
+            self._send(message, timeout)
+        except Exception:  # the other end does not know what was to come with this
+            self._layouts = Layouts()
+            self.drop_windows()
+            raise
+
+    def _send(self, message: Any, timeout: float | None) -> None:
         packet = codec.encode(message)
         number, layout, new = self._layouts.of(packet.specs, packet.cuts)
         near = self.ipc is not None and memory.gpu_of(packet.tensors) == self.ipc
@@ -102,9 +119,10 @@ class Channel:
             news = pickle.dumps((known, size, export, shared))
         header = _HEADER.pack(len(packet.body), len(news), number, near, summed, total)
         data = b"".join((header, news, packet.body))
+        self._sock.settimeout(timeout)
         begun = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
-        if begun < len(data):
-            self._sock.sendall(memoryview(data)[begun:])
+        while begun < len(data):
+            begun += self._sock.send(memoryview(data)[begun:])
         self.sent += layout.size
 
     def ready(self, timeout: float | None) -> bool:
@@ -118,17 +136,22 @@ class Channel:
         brought to a GPU.
 
         Args:
-            timeout: Seconds to wait.
+            timeout: Seconds to wait for it, and in which more of it has to come.
             device: Where its tensors go.
 
         Raises:
             EOFError: The other process ended.
-            TimeoutError: Nothing came in time.
+            TimeoutError: Nothing came in time, or the rest did not. Then nothing can be received
+                any more.
             TransferError: Other bytes came than were sent.
         """
         if not self.ready(timeout):
             raise TimeoutError("no answer in time")
-        header, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, _DESCRIPTORS)
+        self._sock.settimeout(timeout)
+        header, fds, flags, _ = socket.recv_fds(self._sock, _HEADER.size, _DESCRIPTORS)
+        if flags & socket.MSG_CTRUNC:  # memory did not arrive that the other end believes to share
+            self.close()
+            raise OSError(errno.EMFILE, "no free descriptor for memory that another process shares")
         header += self._read(_HEADER.size - len(header))
         body, length, number, near, summed, total = _HEADER.unpack(header)
         windows: list[Window] = []
@@ -165,16 +188,13 @@ class Channel:
         self._out.clear()
 
     def _read(self, count: int) -> bytes:
-        if not count:
-            return b""
-        found = bytearray(count)
-        view, at = memoryview(found), 0
-        while at < count:
-            got = self._sock.recv_into(view[at:], min(count - at, _CHUNK))
-            if not got:
+        found: list[bytes] = []  # no memory for a length before its bytes come
+        while count:
+            found.append(self._sock.recv(min(count, _CHUNK)))
+            if not found[-1]:
                 raise EOFError("the other process ended")
-            at += got
-        return bytes(found)
+            count -= len(found[-1])
+        return b"".join(found)
 
     def close(self) -> None:
         """Hang up."""

@@ -9,6 +9,10 @@ Who fails closes its sockets, which the others notice, as they notice a death.
 [Note: NCCL]
 These numbers go by gloo in any case, and tensors by NCCL where each member has a GPU of its own.
 NCCL does not notice a death: who waits looks whether the driver has closed the group's store.
+
+[Note: stores]
+Members find each other by a store, which on one machine is memory that they share: no other user
+reaches it, and a wait for it ends as soon as the driver closes it. Torch's own stores have neither.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from torch import Tensor, distributed
 
 from raydp_parallel.devices import memory
 from raydp_parallel.wire.messages import ExchangeRequest
+from raydp_parallel.wire.windows import Window
 
 dist: Any = distributed  # torch's stubs lack most of what is needed to make a group directly
 
@@ -47,18 +52,33 @@ _NCCL = {
 """Torch would end the process where an operation is late, log a line a second once a store is gone,
 and sleep a minute after an error while the next operation waits.
 """
+_PART, _LEFT = 1 << 16, 1
+"""Bytes of a member's part of a store in memory, and the mark of a store that was closed."""
+_DESCRIPTORS = 16
+"""Descriptors that a store with a port may need."""
+_SOON = 10.0
+"""Seconds in which members that are alive find each other."""
 
 
-def open_store(host: str = "127.0.0.1") -> Any:
-    """Listen for the members of groups, which find each other here. The store's ``port`` and this
-    host are their ``store_address``; members leave their group when it is gone.
-    """
+def open_store(members: int, host: str | None) -> Any:
+    """Make the store by which members of a group find each other: memory, or a port of a host."""
+    if host is None:
+        return Window((members + 1) * _PART)
     listener = socket.socket()
     listener.bind((host, 0))  # torch by itself would listen on all interfaces
     listener.listen(128)
     port = listener.getsockname()[1]
+    with contextlib.ExitStack() as spare:  # where torch finds too few, it ends the process
+        for _ in range(_DESCRIPTORS):
+            spare.callback(os.close, os.dup(listener.fileno()))
     listening = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
     return dist.TCPStore(host, port, is_master=True, **listening)
+
+
+def close_store(store: Any) -> None:
+    """Let members leave; a port is closed by the end of its last reference."""
+    if isinstance(store, Window):
+        store.map[0] = _LEFT
 
 
 def check_apart(slots: Sequence[Any]) -> None:
@@ -76,6 +96,53 @@ class Abandoned(RuntimeError):
 
 class Differing(RuntimeError):
     """Tells all members that they are not at the same exchange."""
+
+
+class _Memory(dist.Store):  # type: ignore[misc]
+    """A store in memory that members share. Each writes lines to a part of its own."""
+
+    def __init__(self, window: Window, rank: int, size: int, patience: timedelta) -> None:
+        super().__init__()
+        self._window, self._size, self._patience = window, size, patience
+        self._at = (rank + 1) * _PART
+
+    def set(self, key: str, value: bytes) -> None:
+        line = f"{key} {value.hex()}".encode()
+        os.pwrite(self._window.fd, line, self._at)
+        self._at += len(line)
+        os.pwrite(self._window.fd, b"\n", self._at)  # now it counts
+        self._at += 1
+
+    def _entries(self) -> dict[str, str]:
+        if os.pread(self._window.fd, 1, 0)[0] == _LEFT:
+            raise Abandoned("the driver has closed their group")
+        found: dict[str, str] = {}
+        for rank in range(self._size):
+            lines = os.pread(self._window.fd, _PART, (rank + 1) * _PART).split(b"\n")[:-1]
+            found.update(line.decode().split() for line in lines)  # type: ignore[misc]
+        return found
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._entries().keys() >= {*keys}
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        until = time.monotonic() + (timeout or self._patience).total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > until:
+                raise Abandoned("they did not come in time")
+            time.sleep(_PAUSE)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes.fromhex(self._entries()[key])
+
+
+def _tcp(host: str, port: int, patience: timedelta) -> Any:
+    """Connect to the store of a group on several machines, if it is still there: torch would go on
+    trying.
+    """
+    socket.create_connection((host, port), patience.total_seconds()).close()
+    return dist.TCPStore(host, port, is_master=False, timeout=patience)
 
 
 class Exchange:
@@ -100,13 +167,21 @@ class Exchange:
         self._begun: Any = None
         self._nccl: Any = None
         self.closed = False
-        host, port = request.address
+        # For one that dies now: less than the driver waits for an answer.
+        soon = min(self._patience / 2, timedelta(seconds=_SOON))
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(host, port))]
-        options._timeout = min(self._patience, timedelta(seconds=10))  # for one that dies now
-        options._threads = 2
+        options._timeout, options._threads = soon, 2
         try:
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=self._patience)
+            if isinstance(request.address, Window):
+                host = "127.0.0.1"
+                self._store: Any = _Memory(request.address, self.rank, self.size, self._patience)
+            elif request.address is None:
+                raise Abandoned("this one has not joined their group")
+            else:
+                host = _address(*request.address)
+                self._store = _tcp(*request.address, soon)
+                self._store.set_timeout(self._patience)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             store = dist.PrefixStore("gloo", self._store)
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, options)
             if request.nccl:
@@ -114,7 +189,7 @@ class Exchange:
                 store = dist.PrefixStore("nccl", self._store)
                 theirs = dist.ProcessGroupNCCL.Options()
                 self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, theirs)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             text = f"the replicas of a call could not find each other: {error}"
             raise Abandoned(text) from None
 

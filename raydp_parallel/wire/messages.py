@@ -308,7 +308,6 @@ class ExchangeRequest(NamedTuple):
     """The place of one chunk in a group of replicas that exchange tensors during a call.
 
     Attributes:
-        address: Host and port of the group's store.
         name: The group's name; a replica that has it keeps it.
         rank: This replica's number.
         size: How many there are.
@@ -316,9 +315,9 @@ class ExchangeRequest(NamedTuple):
         layers: True if layers of the module exchange tensors.
         nccl: True if tensors go from GPU to GPU.
         root: The member that gets sums, and passes weights on.
+        address: The group's store: its memory, or host and port; only for those that join.
     """
 
-    address: tuple[str, int]
     name: str
     rank: int
     size: int
@@ -326,3 +325,4 @@ class ExchangeRequest(NamedTuple):
     layers: bool = False
     nccl: bool = False
     root: int = 0
+    address: Window | tuple[str, int] | None = None

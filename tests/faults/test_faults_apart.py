@@ -26,25 +26,28 @@ def environment() -> dict[str, str]:
 
 DRIVER = """
 import time
-import ray, torch
+import torch
+from ray._private import worker
 from raydp_parallel import DataParallel, Executor
 
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 executor = Executor(["cpu", "cpu"])
 out = DataParallel(torch.nn.Linear(300, 3000), executor=executor)(torch.ones(400, 300))
-print(*(info.pid for info in executor.replicas()), flush=True)
+pids = [info.pid for info in executor.replicas()]
+print(worker._global_node.get_session_dir_path(), *pids, flush=True)
 time.sleep(120)
 """
 
 
 def test_a_driver_that_is_killed_leaves_nothing() -> None:
     """Its replicas end, on an idle machine in two seconds, and with them all memory, which has no
-    name but theirs.
+    name but theirs. Nobody else can enter the folder of the cluster that was started for it.
     """
-    command = [sys.executable, "-c", DRIVER]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as driver:
+    command, env = [sys.executable, "-c", DRIVER], {**environment(), "RAY_ADDRESS": "local"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
-        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        folder, *told = driver.stdout.readline().split()
+        pids = [*map(int, told)]
+        assert any(path.stat().st_mode & 0o077 == 0 for path in Path(folder).parents), folder
         assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
         driver.kill()
         assert all(map(ended, pids))

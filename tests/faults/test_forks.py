@@ -169,15 +169,23 @@ if not child:
     sys.exit(0)
 print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 print("parent", model(torch.ones(4, 3)).shape[0], flush=True)
+child = os.fork()
+if not child:
+    sys.exit(3)
+print("late", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 @pytest.mark.long
 def test_a_child_of_a_process_that_has_no_replicas_yet() -> None:
-    """As of a server that loads its program before it forks workers: each starts its own."""
+    """As of a server that loads its program before it forks workers: each starts its own. One that
+    is forked later ends as it wants to.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
         [sys.executable, "-c", OWN], capture_output=True, text=True, timeout=300, env=environment
     )
-    lines = [line for line in done.stdout.splitlines() if re.match("child|status|parent", line)]
-    assert lines == ["child True", "status 0", "parent 4"], done.stderr
+    lines = [
+        line for line in done.stdout.splitlines() if re.match("child|status|parent|late", line)
+    ]
+    assert lines == ["child True", "status 0", "parent 4", "late 3"], done.stderr

@@ -251,3 +251,61 @@ def test_threads_through_everything() -> None:
     assert all(graphs <= soak.counts["interrupted"] // 20 for _, graphs in held)
     assert files[1] <= files[0] + 10
     assert memory[1] <= 1.1 * memory[0] + 50
+
+
+def train_in_replicas(executor: Executor, steps: int, disturb: Callable[[int], None]) -> Any:
+    """Train with momentum, accumulation, both ways to clip, and batch norm; the state at the end,
+    and the seconds of each step.
+    """
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4))
+    model: DataParallel[Any] = DataParallel(net, executor=executor)
+    optimizer: Any = model.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
+    seconds = []
+    for step in range(steps):
+        disturb(step)
+        begun = time.monotonic()
+        optimizer.zero_grad()
+        for turn in range(2):
+            model(batch(2 * step + turn)).square().mean().backward()
+        if step % 3 == 1:
+            optimizer.clip_grad_norm_(0.1)
+        if step % 3 == 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if step % 25 == 24:
+            model.sync()
+        seconds.append(time.monotonic() - begun)
+    states = optimizer.state_dict()["state"].values()
+    return [*model.state_dict().values(), *[s["momentum_buffer"] for s in states]], seconds
+
+
+@pytest.mark.parametrize("limit", [None, 3.0])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_deaths_in_training(replicas: int, limit: float | None) -> None:
+    """A replica dies in each second step, at any moment: the bits are the same, none waits long,
+    and with a limit none is lost.
+    """
+    kills = int(os.environ.get("SOAK_KILLS", "50"))
+    chance = random.Random(replicas)
+    with Executor(["cpu"] * replicas, options=Options(call_timeout=limit)) as executor:
+        threads = []
+
+        def kill(step: int) -> None:
+            if step % 2:
+                executor.grow(120)
+                pid, moment = chance.choice(executor.replicas()).pid, chance.uniform(0.0, 0.15)
+                threads.append(threading.Timer(moment, os.kill, [pid, signal.SIGKILL]))
+                threads[-1].start()
+
+        expected, _ = train_in_replicas(executor, 2 * kills, lambda step: None)
+        found, seconds = train_in_replicas(executor, 2 * kills, kill)
+        for thread in threads:
+            thread.join()
+        deaths = executor.stats().deaths
+    calm, hit = sorted(seconds[::2]), sorted(seconds[1::2])
+    print(f"\n{replicas} replicas, limit {limit}: {deaths} deaths; steps {middle(calm):.3f} s, hit")
+    print(f"{middle(hit):.3f} s, worst {hit[-5:]}, of others {calm[-3:]}")
+    assert same(found, expected)
+    assert kills - 1 <= deaths <= kills
+    assert max(seconds) < 60

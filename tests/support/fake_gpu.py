@@ -483,9 +483,9 @@ class Near:
         """Return bytes that were sent and received."""
         return self.channel.sent, self.channel.received
 
-    def send(self, request: Any) -> None:
+    def send(self, request: Any, timeout: float | None) -> None:
         """Send a request, and let the replica answer it."""
-        self.channel.send(request)
+        self.channel.send(request, timeout)
         before, self._gpus.side = self._gpus.side, "replica"
         try:
             with torch.enable_grad(), torch.inference_mode(False):

@@ -1,0 +1,279 @@
+"""Waits: each has an end, whatever stops or dies; and what is no death ends no replica."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import limited, raised
+from torch import Tensor, nn
+
+from raydp_parallel import DataParallel, Executor, Options, ReplicaDied
+from raydp_parallel.cluster.start import Starter
+from raydp_parallel.driver import groups
+from raydp_parallel.errors import PlacementError
+from raydp_parallel.wire.channel import _HEADER, Channel
+from raydp_parallel.wire.group import Abandoned, Exchange, close_store, open_store
+from raydp_parallel.wire.messages import ExchangeRequest
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(120)]
+
+CPU = torch.device("cpu")
+X = torch.arange(32.0).view(4, 8) / 32
+
+
+class Net(nn.Linear):
+    """Takes what else it is given along with its rows."""
+
+    def forward(self, x: Tensor, blob: str = "") -> Tensor:
+        """Ignore it."""
+        return super().forward(x)
+
+
+def trained(executor: Executor) -> tuple[DataParallel[Any], Any]:
+    """A model with an optimizer in the replicas, which have made a step, and gradients."""
+    torch.manual_seed(0)
+    model = DataParallel(Net(8, 2), executor=executor)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(X).square().sum().backward()
+        if not step:
+            optimizer.step()
+    model.sync()
+    return model, optimizer
+
+
+def stop(executor: Executor, number: int = 1) -> None:
+    """Stop a replica, and wait until all of its threads have stopped."""
+    pid = executor.replicas()[number].pid
+    os.kill(pid, signal.SIGSTOP)
+    threads = [*Path(f"/proc/{pid}/task").iterdir()]
+    while any("(stopped)" not in (thread / "status").read_text() for thread in threads):
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def lowered(what: int, soft: int) -> Iterator[None]:
+    """This process has a limit inside of the block."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+# --- calls ---
+
+CALLS: dict[str, Callable[[DataParallel[Any], Any, Tensor], Any]] = {
+    "forward": lambda model, optimizer, out: model(X),
+    "a request that fills the socket": lambda model, optimizer, out: model(X, "z" * 4_000_000),
+    "backward": lambda model, optimizer, out: out.sum().backward(),
+    "clip": lambda model, optimizer, out: optimizer.clip_grad_norm_(1.0),
+    "step": lambda model, optimizer, out: (optimizer.step(), model.sync()),
+    "flush": lambda model, optimizer, out: model.executor.flush(),
+}
+
+
+@pytest.mark.parametrize("what", [*CALLS])
+def test_a_stopped_replica_does_not_stop_a_call(what: str, killable: Executor) -> None:
+    """With a limit it counts as dead, and others do its part, whatever the call was doing."""
+    model, optimizer = trained(killable)
+    out, deaths = model(X), killable.stats().deaths
+    with limited(killable, 2.0):
+        stop(killable)
+        CALLS[what](model, optimizer, out)
+        model.sync()
+    assert killable.stats().deaths == deaths + 1
+
+
+@pytest.mark.parametrize("length", [100, 1 << 60])
+def test_a_frame_that_does_not_go_on(length: int) -> None:
+    """The limit holds for all of it, and no memory is taken for what does not come."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(_HEADER.pack(length, 0, 0, False, False, 0) + b"the rest is late")
+    with pytest.raises(TimeoutError):
+        Channel(ours).receive(0.1)
+    theirs.close()
+    ours.close()
+
+
+def test_memory_that_there_is_no_descriptor_for() -> None:
+    """The error says so, and the channel does not go on with memory that it lacks."""
+    ours, theirs = socket.socketpair()
+    receiver, sender = Channel(ours), Channel(theirs)
+    sender.send(torch.ones(3))
+    with lowered(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) - 1):
+        error = raised(lambda: receiver.receive(5.0))
+    assert isinstance(error, OSError) and "descriptor" in str(error)
+    assert isinstance(raised(lambda: receiver.receive(5.0)), (OSError, ValueError))
+    sender.close()
+
+
+@pytest.mark.long
+def test_a_limit_below_the_imports_of_a_new_process() -> None:
+    """A replica's first call, and its first optimizer, are part of its start."""
+    with Executor(["cpu"] * 2, options=Options(call_timeout=1.0)) as executor:
+        model = DataParallel(Net(8, 2), executor=executor)
+        optimizer = model.optimizer(torch.optim.AdamW, lr=0.1)
+        model(X).sum().backward()
+        optimizer.step()
+        model.sync()
+        assert executor.stats().deaths == 0
+
+
+class Deadly(torch.optim.SGD):
+    """An optimizer that ends the process in which it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        """End it."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_a_step_that_ends_whoever_makes_it(killable: Executor) -> None:
+    """Is given up after a few tries."""
+    model = DataParallel(Net(8, 2), executor=killable)
+    optimizer = model.optimizer(Deadly, lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    with pytest.raises(ReplicaDied, match="the step ends its process"):
+        model.sync()
+
+
+# --- what this process lacks ---
+
+
+def test_an_error_of_the_driver_s_is_no_death(two: Executor) -> None:
+    """A window larger than a file may be: the error is the system's, and the replicas live on."""
+    model = DataParallel(nn.Linear(64, 2), executor=two)
+    model(torch.ones(4, 64))
+    pids, large = [info.pid for info in two.replicas()], torch.ones(40_000, 64)
+    with lowered(resource.RLIMIT_FSIZE, 1 << 20):
+        assert "File too large" in str(raised(lambda: model(large)))
+        assert model(torch.ones(4, 64)).shape == (4, 2)
+    assert model(large).shape == (40_000, 2)
+    assert [info.pid for info in two.replicas()] == pids
+
+
+FEW = """
+import os, resource
+from raydp_parallel.wire.group import open_store
+used = len(os.listdir("/proc/self/fd")) - 1  # the listing had one itself
+for host in (None, "127.0.0.1"):
+    for spare in range(9):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, 4096))
+        try:
+            open_store(2, host)
+        except OSError as error:
+            assert error.errno == 24, error
+        else:
+            assert host is None and spare, spare
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+"""
+
+
+def test_a_group_with_too_few_descriptors() -> None:
+    """Raises an error; in torch it would end the program."""
+    subprocess.run([sys.executable, "-c", FEW], check=True, timeout=60)
+
+
+# --- groups ---
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["memory", "port"])
+def test_a_group_that_is_gone_cannot_be_joined(host: str | None) -> None:
+    """Who is late gets that for an answer, and not the whole patience of a group."""
+    store: Any = open_store(2, host)
+    address = store if host is None else (host, store.port)
+    close_store(store)
+    del store
+    with pytest.raises(Abandoned):
+        Exchange(ExchangeRequest("a group", 0, 2, 300.0, address=address), CPU)
+
+
+@pytest.mark.parametrize("limit", [None, 10.0])
+def test_a_death_while_another_joins(
+    limit: float | None, killable: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that joins late neither waits for the dead, nor counts as one that hangs."""
+    join, close = groups._join, groups._Group.close
+
+    def dying(executor: Executor, slots: Any, group: Any) -> Any:
+        late, dead = (slot.client.hello.pid for slot in slots)
+        os.kill(dead, signal.SIGKILL)
+        os.kill(late, signal.SIGSTOP)
+
+        def left(group: Any) -> None:
+            close(group)
+            os.kill(late, signal.SIGCONT)
+
+        monkeypatch.undo()
+        monkeypatch.setattr(groups._Group, "close", left)
+        return join(executor, slots, group)
+
+    deaths, found = killable.stats().deaths, []
+    for disturbed in (False, True):
+        model, optimizer = trained(killable)
+        groups.forget(killable)
+        if disturbed:
+            monkeypatch.setattr(groups, "_join", dying)
+        with limited(killable, limit):
+            optimizer.step()
+            found.append(model.module.weight.clone())
+    assert torch.equal(*found)
+    assert killable.stats().deaths == deaths + 1
+
+
+# --- beginnings and ends ---
+
+
+@pytest.mark.long
+def test_a_replica_that_stops_before_it_connects(
+    monkeypatch: pytest.MonkeyPatch, cluster: None
+) -> None:
+    """Its start fails when its time is over."""
+    meet = Starter._meet
+
+    def stopped(self: Starter, actor: Any, hello: Any, *rest: Any) -> Any:
+        os.kill(hello.pid, signal.SIGSTOP)
+        return meet(self, actor, hello, *rest)
+
+    monkeypatch.setattr(Starter, "_meet", stopped)
+    with pytest.raises(PlacementError, match="did not connect within placement_timeout=30 s"):
+        Executor(["cpu"], options=Options(placement_timeout=30))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("another", [False, True], ids=["own", "another thread's"])
+def test_closing_waits_for_nobody_that_hangs(another: bool) -> None:
+    """The last fetch has a limit, and so has the call of another thread."""
+    executor = Executor(["cpu"])
+    model, optimizer = trained(executor)
+    optimizer.step()
+    model.executor.flush()
+    object.__setattr__(executor.options, "placement_timeout", 3.0)
+    stop(executor, 0)
+    errors: list[BaseException] = []
+    thread = threading.Thread(target=lambda: errors.append(raised(lambda: model(X))), daemon=True)
+    if another:
+        thread.start()
+        while executor.lock.acquire(blocking=False):
+            executor.lock.release()
+    executor.close()
+    if another:
+        thread.join()
+        assert len(errors) == 1
