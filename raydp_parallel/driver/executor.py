@@ -242,7 +242,7 @@ class Executor:
         for master in [*self._masters.values()] if free else ():
             for _ in range(2 if master.resident is not None and not self.closed else 0):
                 try:
-                    master.resident.pull(states=True)
+                    master.resident.leave(master.trained)
                     break
                 except Exception as error:  # of the last step, perhaps, which comes once
                     log.warning("closing an executor that trains: %s", error)

@@ -4,7 +4,6 @@ asked for, of which ``step`` and the state are in the replicas.
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.driver.executor import Executor
+from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.driver.resident import Resident
 
 _numbers = itertools.count(1)
@@ -66,6 +66,7 @@ class _InReplicas:
     kind: type[torch.optim.Optimizer]
     param_groups: list[dict[str, Any]]
     _resident: Resident | None = None
+    _known: Sequence[list[tuple[int, int | None]]] = ()
 
     def begin(self, resident: Resident, keywords: dict[str, Any]) -> None:
         """Let replicas make the steps from here on."""
@@ -107,13 +108,22 @@ class _InReplicas:
         for group in self.param_groups:
             yield from group["params"]
 
-    def regrouped(self) -> bool:
-        """Tell if groups have other parameters than when the replicas got them."""
-        return self._known != [[id(p) for p in group["params"]] for group in self.param_groups]
+    def regrouped(self, number: Callable[[Tensor], int | None]) -> bool:
+        """Tell if groups have other parameters than when the replicas got them, or parameters that
+        have left the module, or come back.
+        """
+        return self._known != self._rows(number)
 
-    def given(self) -> None:
+    def had(self, parameter: Tensor) -> bool:
+        """Tell if a parameter was among those that the replicas got."""
+        return any(id(parameter) == known for row in self._known for known, _ in row)
+
+    def _rows(self, number: Callable[[Tensor], int | None]) -> list[list[tuple[int, int | None]]]:
+        return [[(id(p), number(p)) for p in group["params"]] for group in self.param_groups]
+
+    def given(self, number: Callable[[Tensor], int | None]) -> None:
         """Note that the replicas get all groups."""
-        self._known = [[id(p) for p in group["params"]] for group in self.param_groups]
+        self._known = self._rows(number)
         self._sent: list[Values] = [{} for _ in self.param_groups]
 
     def described(
@@ -132,7 +142,7 @@ class _InReplicas:
             values = {}
             for name, value in group.items():
                 if name != "params" and not (name in sent and _same(sent[name], value)):
-                    values[name] = value
+                    values[name] = value.given() if isinstance(value, RemoteGrad) else value
             news.append(values)
         return news
 
@@ -142,7 +152,7 @@ class _InReplicas:
             sent.update(news)
 
     def arrive(
-        self, groups: Sequence[Values], state: Mapping[int, Values], tensors: Mapping[int, Tensor]
+        self, groups: Sequence[Values], state: Mapping[int, Values], tensors: Mapping[Any, Tensor]
     ) -> None:
         """Take over what the replicas have."""
         rows = zip(self.param_groups, self._sent, groups, strict=False)  # one may have been added
@@ -150,17 +160,17 @@ class _InReplicas:
             for name, value in values.items():  # some count their steps there
                 if name not in group or (name in sent and _same(sent[name], group[name])):
                     group[name] = sent[name] = value
-        own: Any = collections.defaultdict(dict)
+        own = self.__dict__["state"]  # of parameters that are not there, or not any more, it stays
+        for _, number in itertools.chain(*self._known):
+            own.pop(tensors.get(number), None)
         for number, held in state.items():
-            p = tensors.get(number)
-            if p is None:  # it left the module
-                continue
+            p = tensors[number]
+            own[p] = {}
             for name, value in held.items():
                 if isinstance(value, Tensor):
                     home = p.device if value.shape == p.shape else value.device
                     value = value.to(home)
                 own[p][name] = value
-        self.__dict__["state"] = own
 
     @property
     def state(self) -> Any:

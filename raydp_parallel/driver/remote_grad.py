@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from raydp_parallel.state.lagging import BLIND
+from raydp_parallel.wire.codec import StandIn
+
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
-_PAST = {
-    *(Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__),
-    *(Tensor.numpy, Tensor.tolist, Tensor.data_ptr),
-}
-"""Methods of torch that reach for memory past its dispatcher."""
+_OPERATOR = type(torch.ops.aten.zero_)
 
 
-class RemoteGrad(Tensor):
+@functools.cache
+def _is_dispatched(func: Any) -> bool:
+    """Tell if a function looks at no memory, or is an operator, which torch's dispatcher sees. All
+    others, such as ``numpy`` and ``share_memory_``, may reach for memory that a stand-in lacks.
+    """
+    return func in BLIND or isinstance(getattr(torch.ops.aten, func.__name__, None), _OPERATOR)
+
+
+class RemoteGrad(StandIn):
     """Stands in ``parameter.grad`` for the sum of what the replicas keep. The first operation on it
     fetches that.
 
@@ -24,6 +32,7 @@ class RemoteGrad(Tensor):
         source: Has the value: its ``fetch`` lets this one, and perhaps others, `arrive`.
         number: The parameter's number there.
         touched: True if the program may have written to the value.
+        lent: True if it may have memory of the value, where it sees and writes what comes.
         zeroed: True if it is zero, whatever the replicas keep.
     """
 
@@ -31,6 +40,7 @@ class RemoteGrad(Tensor):
     number: int
     _value: Tensor | None
     touched: bool
+    lent: bool
     zeroed: bool
 
     @staticmethod
@@ -45,7 +55,7 @@ class RemoteGrad(Tensor):
 
     def renew(self) -> None:
         """Stand for what the replicas keep from now on."""
-        self._value, self.touched, self.zeroed = None, False, False
+        self._value, self.touched, self.lent, self.zeroed = None, False, False, False
 
     def arrive(self, value: Tensor) -> None:
         """Take the value."""
@@ -72,12 +82,26 @@ class RemoteGrad(Tensor):
         assert self._value is not None
         return self._value
 
+    def given(self) -> Tensor:
+        """Return the value, to keep it and to write there."""
+        value = self.value()
+        self.touched, self.lent, self.zeroed = True, True, False
+        return value
+
+    def clear(self) -> None:
+        """Be zero: where it is lent, in place."""
+        if self.lent:
+            self.value().zero_()
+        else:
+            self._value, self.zeroed = None, True
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give the value to methods that know no dispatcher."""
-        if func in _PAST:
-            return func(args[0].value(), *args[1:], **(kwargs or {}))
-        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+        """Give the value to functions that know no dispatcher."""
+        if _is_dispatched(func):
+            return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+        args, kwargs = _pytree.tree_map_only(cls, cls.given, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -86,17 +110,16 @@ class RemoteGrad(Tensor):
         own = [one for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, RemoteGrad)]
         if func in _ZERO:
             for one in own:
-                one._value, one.zeroed = None, True
+                one.clear()
             for t in _pytree.tree_leaves(args[0]):
                 if not isinstance(t, RemoteGrad):
                     t.zero_()
             return args[0] if schema.returns else None
-
-        def value(one: Any) -> Any:
-            return one.value() if isinstance(one, RemoteGrad) else one
-
-        found = func(*_pytree.tree_map(value, args), **_pytree.tree_map(value, kwargs or {}))
-        if schema.is_mutable or any(one.alias_info is not None for one in schema.returns):
-            for one in own:  # or a view, that the program may write to
+        values, named = _pytree.tree_map_only(cls, cls.value, (args, kwargs or {}))
+        found = func(*values, **named)
+        views = [one.alias_info for one in schema.returns if one.alias_info is not None]
+        if schema.is_mutable or views:
+            for one in own:
                 one.touched, one.zeroed = True, False
+                one.lent = one.lent or not all(view.is_write for view in views)
         return args[0] if schema.is_mutable and schema.returns else found

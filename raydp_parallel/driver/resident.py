@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,23 @@ from raydp_parallel.wire.messages import (
 log = logging.getLogger("raydp_parallel")
 
 _MOST_TRIES = 6
+
+
+@dataclass
+class _Sum:
+    """A parameter's gradient, as replicas keep it since the program has cleared it.
+
+    Attributes:
+        chunks: The chunks that have kept some of it.
+        stand: Returns what stands for it; None if that is gone.
+        scale: The factor that it gets where it is used, after a clipping.
+        missed: True if some of it went with a replica, and cannot be made again.
+    """
+
+    chunks: set[int] = field(default_factory=set)
+    stand: Callable[[], RemoteGrad | None] = lambda: None
+    scale: Tensor | None = None
+    missed: bool = False
 
 
 @dataclass
@@ -89,13 +106,10 @@ class Resident:
         self.optimizers: dict[int, Any] = {}
         self.steps = self._weights_at = self._states_at = 0
         self._held: dict[ReplicaSlot, tuple[int, int]] = {}
-        self._has: dict[int, set[int]] = {}
+        self._sums: dict[int, _Sum] = {}  # by slot; a parameter that leaves takes its own along
         self._lies: dict[int, tuple[ReplicaSlot, int]] = {}
         self._trips: dict[int, list[Any] | None] = {}
-        self._stands: dict[int, weakref.ref[RemoteGrad]] = {}
-        self._scales: dict[int, Tensor] = {}
         self._normed: tuple[Any, ...] = ()
-        self._missed: set[int] = set()
         self._plan: _Plan | None = None
         # The class of parameters that lag: as long as there are some, it keeps this.
         kind: Any = type(Lagging)
@@ -115,12 +129,18 @@ class Resident:
         with self._executor.trip():
             self.pull(True)
             self._master.sync()
-            own_ones = {self._number(p) for p in optimizer.parameters()}
+            for p in optimizer.parameters():
+                if self._master.slot(p) is None and not optimizer.had(p):
+                    raise ValueError(
+                        f"optimizer: a parameter of shape {tuple(p.shape)} is not, or not any "
+                        "more, one of the model's: make an optimizer for those that it has"
+                    )
+            own_ones = {number for number, _ in self._numbered(optimizer)}
             for other, known in [*self.optimizers.items()]:
                 if own_ones & {number for number, _ in self._numbered(known)}:
                     del self.optimizers[other]  # this one takes its place
             self.optimizers[optimizer.number] = optimizer
-            optimizer.given()
+            optimizer.given(self._master.slot)
             numbers: set[int] = set()
             for one in self.optimizers.values():
                 numbers.update(number for number, _ in self._numbered(one))
@@ -128,14 +148,14 @@ class Resident:
             self._master.sync()
             self.lend()
 
-    def _number(self, parameter: Tensor) -> int:
-        found = self._master.slot(parameter)
-        if found is None:
-            raise ValueError(
-                f"optimizer: a parameter of shape {tuple(parameter.shape)} is not, or not any "
-                "more, one of the model's: make an optimizer for those that it has"
-            )
-        return found
+    def leave(self, numbers: Set[int]) -> None:
+        """Bring all that only replicas have of parameters that leave the module."""
+        self.pull(states=True)
+        left = [one for n, one in self._sums.items() if n in numbers and not one.missed]
+        self._fetch([one.stand() for one in left])
+        for number in numbers:
+            self._sums.pop(number, None)
+        self._master.trained = self._master.trained - numbers
 
     def _numbered(self, optimizer: Any) -> list[tuple[int, Tensor]]:
         """List an optimizer's parameters by number, but for those that left the module."""
@@ -150,53 +170,59 @@ class Resident:
         number = self._master.slot(parameter)
         if number not in self._master.trained or parameter.dtype.is_complex:  # gloo has none
             return False
+        if not parameter.requires_grad:  # now: torch lets it be
+            return False
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return False
         grad: Any = parameter.grad
         if grad is None or (self._is_mine(grad) and grad.zeroed):
             return True
-        return self._is_mine(grad) and grad.pristine and number not in self._scales
+        return self._is_mine(grad) and grad.pristine and self._sums[grad.number].scale is None
 
     def _is_mine(self, grad: Any) -> bool:
-        if not isinstance(grad, RemoteGrad):
-            return False
-        stand = self._stands.get(grad.number)
-        return stand is not None and stand() is grad
+        return (
+            isinstance(grad, RemoteGrad)
+            and grad.number in self._sums
+            and self._sums[grad.number].stand() is grad
+        )
 
     def begin(self) -> None:
         """Begin a backward. Gradients that the program has cleared begin anew."""
         self.collect()
         anew = []
         for number in self._master.trained:
-            grad: Any = getattr(self._master.tensors.get(number), "grad", None)
+            one = self._sums.setdefault(number, _Sum())
+            grad: Any = self._master.tensors[number].grad
             if not self._is_mine(grad) or grad.zeroed:
-                anew.append(number)
+                anew.append(one)
         # The program may still have what stood for the last ones.
-        late = [self._stands[number]() for number in anew if number in self._stands]
-        self._fetch([one for one in late if one is not None and not one.fetched])
-        for number in anew:
-            self._has[number] = set()
-            self._scales.pop(number, None)
-            self._missed.discard(number)
+        self._fetch([one.stand() for one in anew])
+        for one in anew:
+            one.chunks, one.scale, one.missed = set(), None, False
         self._normed = ()
 
     def having(self, parameter: Tensor) -> set[int]:
         """Return the chunks that have kept a gradient."""
-        return self._has[self._number(parameter)]
+        return self._sums[self._number(parameter)].chunks
+
+    def _number(self, parameter: Tensor) -> int:
+        number = self._master.slot(parameter)
+        assert number is not None
+        return number
 
     def bring(self, chunk: int, slot: ReplicaSlot) -> None:
         """Make sure that what a chunk has kept so far lies in a slot's replica."""
-        if not any(chunk in chunks for chunks in self._has.values()):
+        having = [one for one in self._sums.values() if chunk in one.chunks]
+        if not having:
             self._trips.pop(chunk, None)
             return
         if self._lies.get(chunk) == (slot, slot.life):
             return
         trips = self._trips[chunk]
         if trips is None:  # from before the last step: they are missed where they are used
-            for number, chunks in self._has.items():
-                if chunk in chunks:
-                    chunks.discard(chunk)
-                    self._missed.add(number)
+            for one in having:
+                one.chunks.discard(chunk)
+                one.missed = True
             return
         life = slot.life
         for trip in trips:
@@ -212,43 +238,43 @@ class Resident:
         if trips is not None:
             trips.append(trip)
         for p in parameters:
-            self._has[self._number(p)].add(chunk)
+            self.having(p).add(chunk)
 
     @plainly
     def stand_in(self, parameter: Tensor, filled: bool) -> None:
         """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
         number = self._number(parameter)
-        if not self._has[number] and not filled and parameter.grad is None:
+        one = self._sums[number]
+        if not one.chunks and not filled and parameter.grad is None:
             return
         if isinstance(parameter.grad, RemoteGrad):
             parameter.grad.renew()
             return
         made = RemoteGrad(parameter, weakref.proxy(self), number)
         parameter.grad = made
-        self._stands[number] = weakref.ref(made)
+        one.stand = weakref.ref(made)
 
     def fetch(self, grad: RemoteGrad) -> None:
         """Bring all gradients to the driver: who uses one uses all."""
         if not self._is_mine(grad):
             raise StateLost("the gradient went with the replicas that had it: all of them died")
-        found = [stand() for stand in self._stands.values()]
-        self._fetch([one for one in found if one is not None and not one.fetched])
+        self._fetch([one.stand() for one in self._sums.values()])
 
-    def _fetch(self, stands: Sequence[RemoteGrad]) -> None:
-        if not stands:
+    def _fetch(self, stands: Sequence[RemoteGrad | None]) -> None:
+        wanted = {one.number: one for one in stands if one is not None and not one.fetched}
+        if not wanted:
             return
         with self._executor.trip():
             self.collect()
-            by_number = {stand.number: stand for stand in stands}
-            for number, value in self._sums([*by_number]).items():
-                by_number[number].arrive(value)
+            for number, value in self._total([*wanted]).items():
+                wanted[number].arrive(value)
 
-    def _sums(self, numbers: Sequence[int]) -> dict[int, Tensor]:
+    def _total(self, numbers: Sequence[int]) -> dict[int, Tensor]:
         """Return gradients that the replicas keep, summed in the order of chunks."""
         self._refuse_missed(numbers)
         sums: dict[int, Tensor] = {}
-        for chunk in sorted(set[int]().union(*[self._has[n] for n in numbers])):
-            wanted = tuple(n for n in numbers if chunk in self._has[n])
+        for chunk in sorted(set[int]().union(*[self._sums[n].chunks for n in numbers])):
+            wanted = tuple(n for n in numbers if chunk in self._sums[n].chunks)
             for number, grad in zip(wanted, self._ask(chunk, wanted), strict=True):
                 if number in sums:
                     sums[number].add_(grad)
@@ -258,12 +284,13 @@ class Resident:
             if number not in sums:
                 like = self._master.tensors[number]
                 sums[number] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-            if number in self._scales:
-                sums[number].mul_(self._scales[number])
+            scale = self._sums[number].scale
+            if scale is not None:
+                sums[number].mul_(scale)
         return sums
 
     def _refuse_missed(self, numbers: Sequence[int]) -> None:
-        if not self._missed.isdisjoint(numbers):
+        if any(self._sums[number].missed for number in numbers):
             raise GraphLost(
                 "gradients of before the last step went with their replica: call zero_grad() "
                 "after each step, or use them before the next"
@@ -354,20 +381,19 @@ class Resident:
 
     def _lost(self) -> StateLost:
         """Make the error for steps that no replica has, and go back to the driver's weights."""
-        lost = self.behind
+        lost, older = self.behind, self.behind + self._weights_at - self._states_at
         self.steps = self._states_at = self._weights_at
         self._held.clear()
-        self._has = {number: set() for number in self._has}
-        self._stands.clear()
+        self._sums.clear()
         self._plan = None
         self._catch_up()
         for tensor in self._master.tensors.values():
             if isinstance(tensor.grad, RemoteGrad):
                 tensor.grad = None
         return StateLost(
-            f"all replicas that had made the last {lost} steps died at once, and the weights of "
-            "these steps with them. The model has the weights that were last used in this process, "
-            "as by model.sync() or state_dict(), with which training may go on"
+            f"all replicas that had made the last {older} steps died at once, and the optimizer's "
+            f"state of these with them, and the weights of the last {lost}. The model has what was "
+            "last used in this process, as by model.sync(), with which training may go on"
         )
 
     # Steps.
@@ -380,7 +406,7 @@ class Resident:
                 raise RuntimeError(
                     "optimizer: another one, made later, has these parameters; use that one"
                 )
-            if optimizer.regrouped():
+            if optimizer.regrouped(self._master.slot):
                 self.add(optimizer)
             if not self.behind:
                 self._master.sync()
@@ -411,8 +437,8 @@ class Resident:
             if most is not None:
                 scale = torch.clamp(most / (norm + 1e-6), max=1.0)
                 for number in step.summed:
-                    self._scales[number] = scale
-                    stand = self._stands[number]()
+                    self._sums[number].scale = scale
+                    stand = self._sums[number].stand()
                     if stand is not None:
                         stand.renew()
             return norm
@@ -428,14 +454,14 @@ class Resident:
                 given[number] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
             elif grad.touched:
                 given[number] = grad.value()
-            elif grad.zeroed or not self._has[number]:
+            elif grad.zeroed or not self._sums[number].chunks:
                 zeros.append(number)
             else:
                 summed.append(number)
         self._refuse_missed([*summed, *zeros])
-        scales = {id(one): one for one in map(self._scales.get, summed)}
+        scales = {id(one): one for one in [self._sums[n].scale for n in summed]}
         if len(scales) > 1:  # some were clipped, and others were not
-            given.update(self._sums(summed))
+            given.update(self._total(summed))
             summed, scales = [], {}
         step = StepRequest(
             model=self._master.number,
@@ -457,7 +483,7 @@ class Resident:
 
     def _chunks(self, step: StepRequest, members: Sequence[ReplicaSlot]) -> list[int]:
         """Return the chunks that have kept gradients, if members can sum these among themselves."""
-        having = {frozenset(self._has[number]) for number in step.summed}
+        having = {frozenset(self._sums[number].chunks) for number in step.summed}
         if len(having) != 1:
             return []
         chunks = sorted(*having)
@@ -476,7 +502,7 @@ class Resident:
         step = plan.step
         chunks = self._chunks(step, members)
         if not chunks:
-            given = {**step.given, **self._sums(step.summed)}
+            given = {**step.given, **self._total(step.summed)}
             step = step._replace(given=given, summed=(), scale=None)
         last = [(slot, slot.life) for slot in members], step.summed
         again = bool(step.summed) and self._normed == last
@@ -553,12 +579,13 @@ class Resident:
                     )
                 self._send(plan)
                 continue
-            self._plan = None
-            if plan.step.norm is None:
-                self.steps += 1
+            if plan.step.norm is not None:
+                self._plan = None
+            else:  # Ctrl-C may come at each call: the step counts last, when all else knows it
                 self.optimizers[plan.step.optimizer].stepped(plan.step.values)
                 self._trips = dict.fromkeys(self._trips)  # they cannot run again with new weights
-                self._held.update((slot, (life, self.steps)) for slot, life in done)
+                self._held.update((slot, (life, self.steps + 1)) for slot, life in done)
+                self.steps, self._plan = self.steps + 1, None
                 for slot, _, _ in plan.requests if len(done) < len(plan.sent) else ():
                     self.ready(slot)  # at once, while somebody has the step
             if failed is not None:

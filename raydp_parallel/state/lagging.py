@@ -20,10 +20,10 @@ PLAINLY: Any = nn.Parameter.__torch_function__
 _PROPERTIES = (
     *("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "nbytes"),
     *("is_cpu", "is_cuda", "is_meta", "is_nested", "is_quantized", "is_sparse", "itemsize"),
-    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks", "grad_fn"),
 )
 _GRAD: Any = Tensor.grad
-_BLIND = {
+BLIND = {
     *[getattr(Tensor, name).__get__ for name in _PROPERTIES],
     *(_GRAD.__set__, _GRAD.__delete__),
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
@@ -57,7 +57,7 @@ class Lagging(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Fetch the values, unless a function does not look at them."""
-        if func in _BLIND:
+        if func in BLIND:
             return PLAINLY(func, types, args, kwargs or {})
         for kind in types:
             if issubclass(kind, Lagging):

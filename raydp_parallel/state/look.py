@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from raydp_parallel.wire import pickling
+from raydp_parallel.wire.codec import StandIn
 
 _EMPTY = nn.Module()
 _HOOKS = {
@@ -79,6 +80,8 @@ class _LookPickler(pickling.Pickler):
         self._codes = codes
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, StandIn):
+            value = value.given()
         kind = type(value)
         if kind is nn.Parameter or isinstance(value, Tensor):
             if kind in _LAZY:

@@ -259,8 +259,8 @@ class Master:
 
     def _restructure(self, found: dict[int, Tensor]) -> None:
         gone = self.tensors.keys() - found.keys()
-        if self.lagging & gone:
-            self.resident.pull()  # while replicas still have them
+        if self.trained & gone:
+            self.resident.leave(self.trained & gone)  # while replicas still have them
         self._leaves = None
         for number in gone:
             for known in (self._spec_at, self._content_at, self._places, self._shadows):
