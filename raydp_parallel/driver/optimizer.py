@@ -162,7 +162,8 @@ class _InReplicas:
                     group[name] = sent[name] = value
         own = self.__dict__["state"]  # of parameters that are not there, or not any more, it stays
         for _, number in itertools.chain(*self._known):
-            own.pop(tensors.get(number), None)
+            if number not in state:
+                own.pop(tensors.get(number), None)
         for number, held in state.items():
             p = tensors[number]
             own[p] = {}

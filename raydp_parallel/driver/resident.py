@@ -105,7 +105,8 @@ class Resident:
         self._ids = ids
         self.optimizers: dict[int, Any] = {}
         self.steps = self._weights_at = self._states_at = 0
-        self._held: dict[ReplicaSlot, tuple[int, int]] = {}
+        self._held: dict[ReplicaSlot, tuple[int, int]] = {}  # the life and step of its weights
+        self._given: set[ReplicaSlot] = set()  # that have the optimizers, too
         self._sums: dict[int, _Sum] = {}  # by slot; a parameter that leaves takes its own along
         self._lies: dict[int, tuple[ReplicaSlot, int]] = {}
         self._trips: dict[int, list[Any] | None] = {}
@@ -328,21 +329,18 @@ class Resident:
 
     def _current(self) -> ReplicaSlot | None:
         """Return a slot whose replica has made all steps."""
-        for slot, (life, steps) in self._held.items():
-            if slot.ready and (life, steps) == (slot.life, self.steps) and self._has_all(slot):
-                return slot
-        return None
+        return next((s for s in self._held if s.ready and self._is_current(s)), None)
 
-    def _has_all(self, slot: ReplicaSlot) -> bool:
+    def _is_current(self, slot: ReplicaSlot) -> bool:
         # A replica whose weights were spoiled says that it lacks them, and the dispatcher forgets
         # what it had.
-        return self._master.number in slot.revisions
+        known = slot in self._given and self._master.number in slot.revisions
+        return known and self._held.get(slot) == (slot.life, self.steps)
 
     def ready(self, slot: ReplicaSlot) -> None:
         """Make sure that a slot's replica has the weights and optimizers of now."""
-        while slot.ready:
-            if self._held.get(slot) == (slot.life, self.steps) and self._has_all(slot):
-                return
+        while slot.ready and not self._is_current(slot):
+            now = slot.life, self.steps
             weights: dict[int, Tensor] | None = None
             states: dict[int, Any] = {}
             if min(self._weights_at, self._states_at) < self.steps:
@@ -354,6 +352,8 @@ class Resident:
                 if answer is None:
                     continue
                 weights, states = own(answer).value.load()
+            elif self._held.get(slot, now) != now:  # its weights are those of other steps
+                slot.revisions.pop(self._master.number, None)
             self._resume(slot, weights, states)
 
     def _resume(
@@ -378,12 +378,13 @@ class Resident:
         elif answer is not None:
             slot.revisions[self._master.number] = self._master.revision
             self._held[slot] = slot.life, self.steps
+            self._given.add(slot)
 
     def _lost(self) -> StateLost:
         """Make the error for steps that no replica has, and go back to the driver's weights."""
         lost, older = self.behind, self.behind + self._weights_at - self._states_at
         self.steps = self._states_at = self._weights_at
-        self._held.clear()
+        self._held = dict.fromkeys(self._held, (0, 0))
         self._sums.clear()
         self._plan = None
         self._catch_up()
@@ -616,7 +617,7 @@ class Resident:
         """Bring the driver up to date, which is what replicas get with the next call."""
         with self._executor.trip():
             self.pull(states=True)
-            self._held.clear()
+            self._given.clear()
             self._master.edited = False
 
     @ambient.uncompiled

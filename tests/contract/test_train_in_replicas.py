@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import carried, raised
@@ -66,6 +67,38 @@ def held(model: Any, optimizer: Any) -> list[Tensor]:
     for values in optimizer.state_dict()["state"].values():
         found += [torch.as_tensor(v) for v in values.values() if isinstance(v, Tensor | float)]
     return [tensor.clone() for tensor in found]
+
+
+def small(executor: Executor, inside: bool = True) -> tuple[DataParallel[Any], Any]:
+    """Make a small model and its optimizer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = DataParallel(net, executor=executor)
+    return model, optimizer_of(model, inside, torch.optim.Adam, lr=0.01)
+
+
+def advance(model: DataParallel[Any], optimizer: Any, step: int) -> Tensor:
+    """Make one step of training."""
+    torch.manual_seed(step)
+    optimizer.zero_grad()
+    loss: Tensor = model(torch.randn(8, 6)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def compare(executor: Executor, program: Callable[..., Any], close: bool = False) -> None:
+    """Run a program with the optimizer in this process and in the replicas: it returns the same
+    tensors, and so do weights and state.
+    """
+    results = []
+    for inside in (False, True):
+        model, optimizer = small(executor, inside)
+        seen = [t.detach().clone() for t in program(model, optimizer) or ()]
+        results.append([*seen, *held(model, optimizer)])
+    assert close or same(*results)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def train(executor: Executor, kind: Any, inside: bool, **how: Any) -> list[Tensor]:
@@ -226,45 +259,44 @@ def test_T5_nothing_but_inputs_and_losses_travels(two: Executor) -> None:
     assert net[0].weight.grad is not None
 
 
-def gradients(model: Any, what: str) -> None:
-    """Do something with gradients."""
-    params = [*model.parameters()]
-    grads = [p.grad for p in params]
-    if what == "in place":
-        grads[0].mul_(0.5)
-    elif what == "a view":
-        grads[0].view(-1)[:3] = 1.0
-    elif what == "data":
-        grads[0].data.clamp_(-0.01, 0.01)
-    elif what == "replaced":
-        params[0].grad = grads[0] * 3
-    elif what == "none":
-        params[0].grad = None
-    elif what == "zeros":
-        grads[0].zero_()
-    elif what == "added":
-        (params[0].square().sum() + params[2].sum()).backward()
+GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
+    "in place": lambda net, grad: grad.mul_(0.5),
+    "a view": lambda net, grad: grad.view(-1)[:3].fill_(1.0),
+    "data": lambda net, grad: grad.data.clamp_(-0.01, 0.01),
+    "replaced": lambda net, grad: setattr(net[0].weight, "grad", grad * 3),
+    "none": lambda net, grad: setattr(net[0].weight, "grad", None),
+    "zeros": lambda net, grad: grad.zero_(),
+    "added": lambda net, grad: (net[0].weight.square().sum() + net[2].weight.sum()).backward(),
+    "nothing": lambda net, grad: None,
+    "a view of zeros": lambda net, grad: (
+        view := grad.view(-1),
+        net.zero_grad(set_to_none=False),
+        view.add_(1),
+    ),
+    "numpy": lambda net, grad: np.asarray(grad).fill(2.0),
+    "dlpack": lambda net, grad: torch.from_dlpack(grad).mul_(2),
+    "a function": lambda net, grad: grad.apply_(lambda value: value * 3),
+    "its storage": lambda net, grad: grad.untyped_storage().fill_(0),
+    "shared": lambda net, grad: net.share_memory(),
+}
 
 
-@pytest.mark.parametrize(
-    "what", ["in place", "a view", "data", "replaced", "none", "zeros", "added", "nothing"]
-)
+@pytest.mark.parametrize("what", GRADIENTS)
 def test_T5_gradients_that_the_program_changes(what: str, two: Executor) -> None:
-    """They travel with the step, also if another backward follows."""
-    results = []
-    for inside in (False, True):
-        model, optimizer = small(two, inside)
-        found = []
+    """They travel with the step, also if another backward follows, and whatever way the program
+    took to their memory.
+    """
+
+    def program(model: Any, optimizer: Any) -> Any:
         for _ in range(2):
             advance(model, optimizer, 0)
             model(torch.ones(4, 6)).sum().backward()
-            gradients(model, what)
+            GRADIENTS[what](model.module, model.module[0].weight.grad)
             model(torch.ones(4, 6)).sum().backward()
-            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            yield from [p.grad for p in model.parameters() if p.grad is not None]
             optimizer.step()
-        results.append([*found, *held(model, optimizer)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+
+    compare(two, program, close=True)
 
 
 def test_T5_the_norm_of_what_is_accumulated(two: Executor) -> None:
@@ -285,31 +317,75 @@ def test_T5_the_norm_of_what_is_accumulated(two: Executor) -> None:
 
 
 def test_T5_gradients_that_the_program_keeps(two: Executor) -> None:
-    """What stands for gradients gives those of its time, by whatever reads it; hooks see theirs."""
-    results = []
-    for inside in (False, True):
-        model, optimizer = small(two, inside)
-        weight = model.module[0].weight
-        seen: list[Any] = []
-        model(torch.ones(4, 6)).sum().backward()
-        first = weight.grad
+    """What stands for gradients gives those of its time, by whatever reads it; hooks see theirs,
+    and a weight that is frozen before backward gets none.
+    """
+
+    def program(model: Any, optimizer: Any) -> Any:
+        weight, x = model.module[0].weight, torch.ones(4, 6)
+        model(x).sum().backward()
+        first, view = weight.grad, weight.grad.view(-1)
+        optimizer.zero_grad(set_to_none=False)
+        seen = [view.clone()]
         optimizer.zero_grad()
-        model(-torch.ones(4, 6)).sum().backward()
+        model(-x).sum().backward()
         second = weight.grad
         optimizer.step()
         seen += [first.clone(), second.clone(), torch.tensor(second.tolist())]
         seen += [torch.from_numpy(second.numpy()), copy.deepcopy(second), second.norm()]
         seen += [pickle.loads(pickle.dumps(second)), torch.tensor(float(second[0, 0]))]
-        handle = weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        handle = weight.register_hook(lambda grad: seen.append(grad.clone()))
         advance(model, optimizer, 1)
         handle.remove()
-        (third,) = torch.autograd.grad(model(torch.ones(4, 6)).sum(), [weight])
-        x = torch.ones(4, 6, requires_grad=True)
+        seen += torch.autograd.grad(model(x).sum(), [weight])
+        x.requires_grad_()
         (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         optimizer.zero_grad()
         inner.square().sum().backward()
-        results.append([*seen, third, weight.grad.clone()])
-    assert same(*results)
+        seen.append(weight.grad.clone())
+        optimizer.zero_grad()
+        out = model(x)
+        weight.requires_grad_(False)
+        out.sum().backward()
+        assert weight.grad is None
+        optimizer.step()
+        return seen
+
+    compare(two, program)
+
+
+@pytest.mark.timeout(60)
+def test_T5_gradients_that_are_sent(two: Executor) -> None:
+    """A message has the value, wherever it has one."""
+
+    def program(model: Any, optimizer: Any) -> Any:
+        net, x = model.module, torch.ones(4, 6)
+
+        def grad() -> Any:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            return net[0].weight.grad
+
+        one = grad()
+        yield model.run(lambda net, x: net(x) * one.sum(), x)
+        two = grad()
+        loss = model.with_loss(lambda out, _: out.mean() * two.sum(), reduction="mean")
+        yield loss(x, x)
+        for value in (grad(), [grad()]):
+            net.last = value
+            yield model(x)
+            del net.last
+        net.register_buffer("last", grad())
+        yield model(x)
+        del net.last
+        yield model.call("forward", grad(), split=False)
+        grad()
+        model(x).backward(x @ grad().T @ net[2].weight.grad.T)
+        yield net[0].weight.grad
+        optimizer.param_groups[0]["own"] = grad()
+        optimizer.step()
+
+    compare(two, program)
 
 
 # --- deaths ---
@@ -466,25 +542,24 @@ def test_T2_all_replicas_die(killable: Executor) -> None:
     killable.grow()
 
 
+@pytest.mark.long
+def test_T2_a_replica_that_stood_in_before(executors: Any) -> None:
+    """It stands in again with the weights of now, also if the driver has them meanwhile."""
+    executor = executors(3, name="killable")
+    executor.grow()
+    model = DataParallel(nn.Linear(6, 2), ["cpu", "cpu"], executor=executor)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        advance(model, optimizer, 0)
+        model.sync()
+        kill(executor, 1)
+        for _ in range(2):  # the third one has no part in that which finds the other one dead
+            out = model(torch.ones(4, 6))
+        assert torch.equal(out[0], out[3])
+        executor.grow()
+
+
 # --- what the user's code sees ---
-
-
-def small(executor: Executor, inside: bool = True) -> tuple[DataParallel[Any], Any]:
-    """Make a small model and its optimizer."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-    model = DataParallel(net, executor=executor)
-    return model, optimizer_of(model, inside, torch.optim.Adam, lr=0.01)
-
-
-def advance(model: DataParallel[Any], optimizer: Any, step: int) -> Tensor:
-    """Make one step of training."""
-    torch.manual_seed(step)
-    optimizer.zero_grad()
-    loss: Tensor = model(torch.randn(8, 6)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 READERS: dict[str, Callable[[Any], list[Tensor]]] = {
@@ -519,13 +594,13 @@ def test_T3_what_reads_the_master_syncs(reader: str, two: Executor) -> None:
 
 
 def test_T3_closing_the_executor_syncs() -> None:
-    """The optimizer is of no use afterwards."""
+    """It brings gradients, too. The optimizer is of no use afterwards."""
     results = []
     for inside in (False, True):
         with Executor(["cpu"] * 2) as executor:
             model, optimizer = small(executor, inside)
             advance(model, optimizer, 0)
-        results.append([*model.parameters()])
+        results.append([*model.parameters(), *[p.grad for p in model.parameters()]])
     assert same(*results)
     assert isinstance(raised(optimizer.step), ExecutorClosed)
 
@@ -544,9 +619,8 @@ def test_T3_an_edit_of_a_weight(how: str, late: bool, two: Executor) -> None:
     """It is made to the weights of all steps, and all replicas get it, also those that have no
     part in the next batch; between backward and step as well.
     """
-    results = []
-    for inside in (True, False):
-        model, optimizer = small(two, inside)
+
+    def program(model: Any, optimizer: Any) -> None:
         for step, count in enumerate([4, 4, 1, 4]):
             if step == 2 and not late:
                 with torch.no_grad():
@@ -557,8 +631,8 @@ def test_T3_an_edit_of_a_weight(how: str, late: bool, two: Executor) -> None:
                 with torch.no_grad():
                     EDITS[how](model.module)
             optimizer.step()
-        results.append(held(model, optimizer))
-    assert same(*results)
+
+    compare(two, program)
 
 
 def test_T3_another_name_of_a_weight(two: Executor) -> None:
@@ -614,6 +688,55 @@ def test_T3_between_the_steps(two: Executor) -> None:
         assert type(loaded) is torch.optim.Adam and isinstance(optimizer, torch.optim.Adam)
         results.append(seen)
     assert same(*results)
+
+
+def for_a_call(net: Any, model: Any, optimizer: Any) -> Any:
+    """Take a layer out for one call, as for features."""
+    for step in range(5):
+        advance(model, optimizer, step)
+        last, net[2] = net[2], nn.Identity()
+        with torch.no_grad():
+            yield model(torch.ones(4, 6))
+        net[2] = last
+        yield last.weight.grad
+
+
+def for_a_step(net: Any, model: Any, optimizer: Any) -> Any:
+    """Take a layer out for two steps, and look at the state meanwhile."""
+    last = net[2]
+    for step in range(6):
+        net[2] = nn.Identity() if step in (2, 3) else last
+        advance(model, optimizer, step)
+        yield from optimizer.state[last.bias if step == 2 else net[0].bias].values()
+
+
+def for_good(net: Any, model: Any, optimizer: Any) -> Any:
+    """Replace a layer whose gradient is kept, and train the new one in a group of its own."""
+    advance(model, optimizer, 0)
+    old, net[2] = net[2], nn.Linear(8, 2)
+    net.zero_grad()
+    model(torch.ones(4, 6)).sum().backward()
+    yield from (old.weight.grad, net[0].weight.grad)
+    optimizer.add_param_group({"params": net[2].parameters()})
+    for step in range(2):
+        advance(model, optimizer, step)
+
+
+def out_of_the_group(net: Any, model: Any, optimizer: Any) -> Any:
+    """Leave parameters out of the only group for some steps."""
+    group, state = optimizer.param_groups[0], optimizer.state
+    every = group["params"]
+    for step, group["params"] in enumerate([every, every[:2], every, every[1:], every]):
+        advance(model, optimizer, step)
+    assert optimizer.state[net[0].bias] is state[net[0].bias]
+
+
+@pytest.mark.parametrize("how", [for_a_call, for_a_step, for_good, out_of_the_group])
+def test_T3_parameters_that_leave(how: Any, two: Executor) -> None:
+    """They keep their gradients and moments, and are trained again where they come back. Records of
+    what replicas keep, and their optimizers, could be of a number that is another's, or nobody's.
+    """
+    compare(two, lambda model, optimizer: how(model.module, model, optimizer))
 
 
 class Mixed(nn.Module):
