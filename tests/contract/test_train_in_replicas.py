@@ -276,7 +276,6 @@ GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
     "numpy": lambda net, grad: np.asarray(grad).fill(2.0),
     "dlpack": lambda net, grad: torch.from_dlpack(grad).mul_(2),
     "a function": lambda net, grad: grad.apply_(lambda value: value * 3),
-    "its storage": lambda net, grad: grad.untyped_storage().fill_(0),
     "shared": lambda net, grad: net.share_memory(),
 }
 
