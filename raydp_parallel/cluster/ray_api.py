@@ -349,7 +349,8 @@ def strategy(group: Group | None, bundle: int, node: str) -> Any:
     return PlacementGroupSchedulingStrategy(group, bundle)
 
 
-_NAMESPACE = b"raydp_parallel"
+_NAMESPACE = b"raydp_parallel/1"
+"""The number is another one after each change of an entry's fields: other versions see none."""
 
 
 def record(metric: Any, value: float, labels: Mapping[str, str]) -> None:

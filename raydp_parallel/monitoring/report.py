@@ -46,9 +46,7 @@ _KEY = "".join(f'<span class="{name}"></span>{name}' for name in ("busy", "waiti
 def page(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return the page about all executors, of their drivers' entries."""
     parts = [f"{_HEAD}<p>{escape(time.strftime('%Y-%m-%d %H:%M:%S %Z'))}</p>"]
-    for one in entries:
-        found = status.read(one)
-        parts.append(f"<p>{status.UNREADABLE}</p>" if found is None else _section(found))
+    parts += map(_section, map(status.read, entries))
     if not entries:
         parts.append(f"<p>{status.NOBODY}</p>")
     return "\n".join([*parts, "</body></html>\n"])

@@ -10,11 +10,6 @@ from typing import Any, NamedTuple
 
 from raydp_parallel.monitoring.stats import ExecutorStats, printable, table
 
-_FORMAT = 1
-"""Number of the entries' format, one more after each change of a field of the statistics. An entry
-with another number is mentioned, not read.
-"""
-
 _EVENTS = 6
 """Events that are shown."""
 
@@ -45,7 +40,6 @@ class Found(NamedTuple):
 def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> dict[str, Any]:
     """Return the entry that a driver writes for an executor, in plain values."""
     return {
-        "format": _FORMAT,
         "posted": time.time(),
         "host": host,
         "pid": pid,
@@ -54,10 +48,8 @@ def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> d
     }
 
 
-def read(entry: Mapping[str, Any]) -> Found | None:
-    """Read an entry, or return None if another version wrote it."""
-    if entry.get("format") != _FORMAT:
-        return None
+def read(entry: Mapping[str, Any]) -> Found:
+    """Read an entry."""
     stats, window = map(ExecutorStats.from_dict, (entry["stats"], entry["window"]))
     age = time.time() - entry["posted"]
     seconds = max((replica.seconds for replica in window.replicas), default=0.0)
@@ -66,17 +58,10 @@ def read(entry: Mapping[str, Any]) -> Found | None:
     return Found(title, f"the last {seconds:.0f} s{late}", stats, window)
 
 
-UNREADABLE = "An executor has an entry of another version of raydp_parallel."
-
-
 def render(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return the text about all executors, of their drivers' entries."""
     parts = []
-    for one in entries:
-        found = read(one)
-        if found is None:
-            parts.append(UNREADABLE)
-            continue
+    for found in map(read, entries):
         lines = [found.title, f"{found.span}: {found.window.summary()}"]
         lines += table(found.window.cells())
         lines += [f"since the start: {found.stats.summary()}", *found.events]
