@@ -53,38 +53,24 @@ _MOST_TRIES = 6
 
 @dataclass
 class _Sum:
-    """A parameter's gradient, as replicas keep it since the program has cleared it.
+    """A parameter's gradient, as replicas keep it since the program has cleared it."""
 
-    Attributes:
-        chunks: The chunks that have kept some of it.
-        stand: Returns what stands for it; None if that is gone.
-        scale: The factor that it gets where it is used, after a clipping.
-        missed: True if some of it went with a replica, and cannot be made again.
-    """
-
-    chunks: set[int] = field(default_factory=set)
-    stand: Callable[[], RemoteGrad | None] = lambda: None
-    scale: Tensor | None = None
-    missed: bool = False
+    number: int  # the parameter's slot
+    chunks: set[int] = field(default_factory=set)  # that have kept some of it
+    stand: Callable[[], RemoteGrad | None] = lambda: None  # gives what is in ``.grad`` for it
+    scale: Tensor | None = None  # its factor where it is used, after a clipping
+    missed: bool = False  # some of it went with a replica, and cannot be made again
 
 
 @dataclass
 class _Plan:
-    """One step on its way, or the norm of gradients.
+    """One step on its way, or the norm of gradients."""
 
-    Attributes:
-        step: The request, but for the member's place in the group.
-        requests: Those that are sent, each with its slot and the life that it is for.
-        sent: Those that were sent so far; None where the replica was gone.
-        grouped: True if members exchange tensors.
-        tries: How often nobody could make it.
-    """
-
-    step: StepRequest
-    requests: list[tuple[ReplicaSlot, int, ChunkCall]] = field(default_factory=list)
-    sent: list[Pending | None] = field(default_factory=list)
-    grouped: bool = False
-    tries: int = 0
+    step: StepRequest  # but for the member's place in the group
+    requests: list[tuple[ReplicaSlot, int, ChunkCall]] = field(default_factory=list)  # by life
+    sent: list[Pending | None] = field(default_factory=list)  # None where the replica was gone
+    grouped: bool = False  # members exchange tensors
+    tries: int = 0  # how often nobody could make it
 
 
 class Resident:
@@ -154,8 +140,7 @@ class Resident:
         self.pull(states=True)
         left = [one for n, one in self._sums.items() if n in numbers and not one.missed]
         self._fetch([one.stand() for one in left])
-        for number in numbers:
-            self._sums.pop(number, None)
+        self._sums = {n: one for n, one in self._sums.items() if n not in numbers}
         self._master.trained = self._master.trained - numbers
 
     def _numbered(self, optimizer: Any) -> list[tuple[int, Tensor]]:
@@ -168,10 +153,9 @@ class Resident:
     @plainly
     def keeps(self, parameter: Tensor) -> bool:
         """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
-        number = self._master.slot(parameter)
-        if number not in self._master.trained or parameter.dtype.is_complex:  # gloo has none
+        if self._master.slot(parameter) not in self._master.trained or not parameter.requires_grad:
             return False
-        if not parameter.requires_grad:  # now: torch lets it be
+        if parameter.dtype.is_complex:  # gloo has none
             return False
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return False
@@ -181,18 +165,15 @@ class Resident:
         return self._is_mine(grad) and grad.pristine and self._sums[grad.number].scale is None
 
     def _is_mine(self, grad: Any) -> bool:
-        return (
-            isinstance(grad, RemoteGrad)
-            and grad.number in self._sums
-            and self._sums[grad.number].stand() is grad
-        )
+        found = self._sums.get(getattr(grad, "number", 0))
+        return found is not None and found.stand() is grad
 
     def begin(self) -> None:
         """Begin a backward. Gradients that the program has cleared begin anew."""
         self.collect()
         anew = []
         for number in self._master.trained:
-            one = self._sums.setdefault(number, _Sum())
+            one = self._sums.setdefault(number, _Sum(number))
             grad: Any = self._master.tensors[number].grad
             if not self._is_mine(grad) or grad.zeroed:
                 anew.append(one)
@@ -204,12 +185,10 @@ class Resident:
 
     def having(self, parameter: Tensor) -> set[int]:
         """Return the chunks that have kept a gradient."""
-        return self._sums[self._number(parameter)].chunks
+        return self._sum(parameter).chunks
 
-    def _number(self, parameter: Tensor) -> int:
-        number = self._master.slot(parameter)
-        assert number is not None
-        return number
+    def _sum(self, parameter: Tensor) -> _Sum:
+        return self._sums[self._master.slot(parameter) or 0]
 
     def bring(self, chunk: int, slot: ReplicaSlot) -> None:
         """Make sure that what a chunk has kept so far lies in a slot's replica."""
@@ -244,14 +223,13 @@ class Resident:
     @plainly
     def stand_in(self, parameter: Tensor, filled: bool) -> None:
         """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
-        number = self._number(parameter)
-        one = self._sums[number]
+        one = self._sum(parameter)
         if not one.chunks and not filled and parameter.grad is None:
             return
         if isinstance(parameter.grad, RemoteGrad):
             parameter.grad.renew()
             return
-        made = RemoteGrad(parameter, weakref.proxy(self), number)
+        made = RemoteGrad(parameter, weakref.proxy(self), one.number)
         parameter.grad = made
         one.stand = weakref.ref(made)
 
@@ -451,10 +429,8 @@ class Resident:
             grad: Any = p.grad
             if grad is None:
                 continue
-            if not self._is_mine(grad):
+            if not self._is_mine(grad) or grad.touched:
                 given[number] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
-            elif grad.touched:
-                given[number] = grad.value()
             elif grad.zeroed or not self._sums[number].chunks:
                 zeros.append(number)
             else:

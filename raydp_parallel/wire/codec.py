@@ -80,11 +80,9 @@ def _row(begin: int, number: int, present: bytes | None) -> Row:
 
 
 class StandIn(Tensor):
-    """Stands for a tensor that lies elsewhere, in the place of which messages get that."""
+    """Stands for a tensor that lies elsewhere: messages get that, which its ``given`` returns."""
 
-    def given(self) -> Tensor:
-        """Return the tensor."""
-        raise NotImplementedError
+    given: Any
 
 
 class Parcel(NamedTuple):
