@@ -100,13 +100,13 @@ class Pending:
         gone: The cause of the replica's end, if that came first.
     """
 
-    def __init__(self, slot: ReplicaSlot, call: ChunkCall | None) -> None:
+    def __init__(self, slot: ReplicaSlot, call: ChunkCall) -> None:
         self.slot = slot
         self.call = call
         self.life = slot.life
         self.answer: Answer | None = None
         self.gone: str | None = None
-        self.before = slot.client.moved() if slot.client is not None else (0, 0)
+        self.before = (0, 0)
 
     @property
     def lives(self) -> bool:
@@ -247,15 +247,14 @@ class Dispatcher:
 
     def _may_count(self, answer: Answer, pending: Pending) -> bool:
         """Tell if an answer is one; otherwise the call is to be made again."""
-        slot, call = pending.slot, pending.call
+        slot = pending.slot
         if answer.lacking:
-            if call is not None:
-                slot.revisions.pop(call.model, None)
+            slot.revisions.pop(pending.call.model, None)
             if answer.failure is None:
                 return False
         if answer.failure is not None and answer.failure.name.endswith(_MISMATCH):
             # A new process loads the driver's sources.
-            if slot.client is not None and not slot.answered:
+            if not slot.answered:
                 exceptions.reraise(answer.failure, str(slot))
             self._set.lost(slot, pending.life, "import", "its modules are not the driver's")
             return False
@@ -270,7 +269,7 @@ class Dispatcher:
         if not slot.ready:  # what the request needed may have ended the process
             pending.gone = slot.cause
             return pending
-        slot.pending = pending
+        slot.pending, pending.before = pending, slot.client.moved()
         try:
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
@@ -292,8 +291,8 @@ class Dispatcher:
         """Return the seconds that a call may take. As those of a start they hold for a process that
         has not answered yet, and for an optimizer's beginning: imports take place there.
         """
-        options, call = self._set.options, pending.call
-        first = not pending.slot.answered or (call is not None and call.phase == "resume")
+        options = self._set.options
+        first = not pending.slot.answered or pending.call.phase == "resume"
         least = options.placement_timeout if first else 0.0
         return options.call_timeout and max(options.call_timeout, least)
 
@@ -304,20 +303,18 @@ class Dispatcher:
         return pending.answer
 
     def _take(self, pending: Pending) -> None:
-        slot, client = pending.slot, pending.slot.client
-        if client is None or slot.life != pending.life:
+        slot, call, client = pending.slot, pending.call, pending.slot.client
+        if slot.life != pending.life:
             pending.gone = "it was replaced"
             return
-        phase = pending.call.phase if pending.call is not None else "call"
         try:
-            home = pending.call.home if pending.call is not None else _CPU
-            answer = client.receive(self._limit(pending), home)
+            answer = client.receive(self._limit(pending), call.home)
         except Gone as gone:
             pending.gone = str(gone)
-            self._set.lost(slot, pending.life, phase, pending.gone)
+            self._set.lost(slot, pending.life, call.phase, pending.gone)
             return
         except Exception as error:  # the frame was read, and is lost
-            pending.gone = str(error)
+            pending.gone = repr(error)
             raise
         finally:
             if slot.pending is pending and (pending.gone or slot.life != pending.life):
@@ -325,15 +322,8 @@ class Dispatcher:
         slot.pending = None
         pending.answer = answer
         sent, received = client.moved()
-        call = pending.call
-        self._set.recorder.answered(
-            slot.index,
-            call.rows if call is not None else 0,
-            answer.busy,
-            sent - pending.before[0],
-            received - pending.before[1],
-            call.name if call is not None else "",
-        )
+        moved = sent - pending.before[0], received - pending.before[1]
+        self._set.recorder.answered(slot.index, call.rows, answer.busy, *moved, call.name)
 
     def settle(self, slot: ReplicaSlot) -> None:
         """Take an answer that nobody has waited for yet: of a call that was interrupted, or of one
