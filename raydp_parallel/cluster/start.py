@@ -130,10 +130,8 @@ class Starter:
                 check_wanted()
                 ids = [place.device_id for place, ref in hellos.items() if ref in late]
                 ended = {hold.node for hold in holds.values()} - ray_api.living()
-                why = (
-                    f"see their logs. The load here is {os.getloadavg()[0]:.0f} on "
-                    f"{os.cpu_count()} cores; {ray_api.NICENESS}=0 gives replicas more of them"
-                )
+                load = f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+                why = f"see their logs. The load here is {load}; {ray_api.NICENESS}=0 may help"
                 if ended:
                     why = f"nodes ended: {', '.join(n[:8] for n in ended)}"
                 raise PlacementError(
@@ -211,10 +209,8 @@ class Starter:
                 serving = actor.serve.remote(name)
                 while ray_api.late([serving]):
                     if over():
-                        raise PlacementError(
-                            f"replica process {hello.pid} started, but did not connect within "
-                            f"placement_timeout={self._options.placement_timeout:g} s"
-                        )
+                        late = f"placement_timeout={self._options.placement_timeout:g} s"
+                        raise PlacementError(f"a replica did not connect within {late}")
                     try:
                         sock, _ = listener.accept()
                     except TimeoutError:

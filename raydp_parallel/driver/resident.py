@@ -549,11 +549,8 @@ class Resident:
                 plan.tries += 1
                 if plan.tries == _MOST_TRIES:
                     self._plan, self._normed = None, ()
-                    raise ReplicaDied(
-                        f"a step was tried {_MOST_TRIES} times, and was not made: each time "
-                        "replicas died, or did not find each other. It seems that the step ends "
-                        "its process"
-                    )
+                    text = "replicas died, or did not find each other. It seems that the step ends"
+                    raise ReplicaDied(f"{_MOST_TRIES} times in a row {text} its process")
                 self._send(plan)
                 continue
             if plan.step.norm is not None:

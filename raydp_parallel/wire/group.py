@@ -137,14 +137,6 @@ class _Memory(dist.Store):  # type: ignore[misc]
         return bytes.fromhex(self._entries()[key])
 
 
-def _tcp(host: str, port: int, patience: timedelta) -> Any:
-    """Connect to the store of a group on several machines, if it is still there: torch would go on
-    trying.
-    """
-    socket.create_connection((host, port), patience.total_seconds()).close()
-    return dist.TCPStore(host, port, is_master=False, timeout=patience)
-
-
 class Exchange:
     """One member's end of a group.
 
@@ -178,8 +170,10 @@ class Exchange:
             elif request.address is None:
                 raise Abandoned("this one has not joined their group")
             else:
-                host = _address(*request.address)
-                self._store = _tcp(*request.address, soon)
+                # If it is not there any more, torch would go on trying.
+                with socket.create_connection(request.address, soon.total_seconds()) as probe:
+                    host = probe.getsockname()[0]
+                self._store = dist.TCPStore(*request.address, is_master=False, timeout=soon)
                 self._store.set_timeout(self._patience)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             store = dist.PrefixStore("gloo", self._store)
@@ -338,10 +332,3 @@ def _drop(groups: list[Any], begun: Any) -> None:
     with contextlib.suppress(AttributeError, RuntimeError):
         begun.wait()
     groups.clear()
-
-
-def _address(host: str, port: int) -> str:
-    """This process's address in the network of the store."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return str(probe.getsockname()[0])
