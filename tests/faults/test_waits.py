@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -196,13 +197,24 @@ def test_a_group_with_too_few_descriptors() -> None:
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["memory", "port"])
 def test_a_group_that_is_gone_cannot_be_joined(host: str | None) -> None:
-    """Who is late gets that for an answer, and not the whole patience of a group."""
+    """Its members see that, and who is late gets it for an answer, and not a group's patience."""
     store: Any = open_store(2, host)
     address = store if host is None else (host, store.port)
+
+    def member(rank: int) -> Exchange:
+        return Exchange(ExchangeRequest("a group", rank, 2, 300.0, address=address), CPU)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(member, range(2))]
+        rows = pool.map(lambda one: one.share(torch.tensor([one.rank])).tolist(), both)
+        assert [*rows] == [[[0], [1]]] * 2
     close_store(store)
     del store
+    assert not any(one.exists() for one in both)
     with pytest.raises(Abandoned):
-        Exchange(ExchangeRequest("a group", 0, 2, 300.0, address=address), CPU)
+        member(0)
+    for one in both:
+        one.close()
 
 
 @pytest.mark.parametrize("limit", [None, 10.0])
