@@ -573,12 +573,12 @@ class Resident:
     def _lag(self) -> bool:
         """Let parameters fetch their values when they are used; returns whether all can."""
         trained = [t for n, t in self._master.tensors.items() if n in self._master.trained]
-        for p in trained:
-            if type(p) is nn.Parameter:
-                p.__class__ = self._kind
-                self._lagging.append(p)
+        # Noted before it is done: Ctrl-C may come between, and they must be found again.
+        self._lagging = [p for p in trained if type(p) in (nn.Parameter, self._kind)]
+        for p in self._lagging:
+            p.__class__ = self._kind
         self._master.lagging = self._master.trained
-        return all(type(p) is self._kind for p in trained)
+        return len(self._lagging) == len(trained)
 
     def _catch_up(self) -> None:
         """Make parameters ordinary ones, as they have their values."""
@@ -613,5 +613,5 @@ class Resident:
                     self._weights_at = self.steps
                 for number, (groups_, state) in optimizers.items():
                     self.optimizers[number].arrive(groups_, state, self._master.tensors)
-                    self._states_at = self.steps
+                self._states_at = self.steps if states else self._states_at
             self._catch_up()

@@ -4,12 +4,14 @@ driver, whatever dies, and whatever uses a weight in the driver fetches it first
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
 import pickle
 import select
 import signal
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -544,6 +546,42 @@ def test_T2_all_replicas_die(killable: Executor) -> None:
     advance(plain, ordinary, 2)
     assert same(held(model, optimizer), held(plain, ordinary))
     killable.grow()
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at a call of what trains, by its number, as Ctrl-C may."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and "driver/resident" in frame.f_code.co_filename:
+            self.calls += 1
+            if self.calls == self.at:
+                raise KeyboardInterrupt
+
+
+def test_T2_ctrl_c_at_any_call(two: Executor) -> None:
+    """It ends a step, and the next one goes on with the weights and the state that are there."""
+    model, optimizer = small(two)
+
+    def step() -> None:
+        advance(model, optimizer, 0)
+        model.module[0].weight.sum()
+        assert optimizer.state[model.module[2].bias]
+
+    at, came = 0, True
+    while came:
+        at += 3
+        interrupt = Interrupt(at)
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            step()
+        sys.setprofile(None)
+        came = interrupt.calls >= at
+        step()
+    x = torch.ones(4, 6)
+    torch.testing.assert_close(model(x), model.module(x))
 
 
 @pytest.mark.long
