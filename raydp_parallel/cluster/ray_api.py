@@ -93,10 +93,10 @@ def _leave_to_parent() -> None:
     if connected() and not inherited():
         global_worker.core_worker = _ParentsConnection(global_worker.core_worker)  # type: ignore[attr-defined]
         # At exit it would end the parent's cluster, and wait for threads that are not here. So
-        # would the end of Ray's accessor, which gets one reference too many, and Ray's C++, before
+        # would the end of Ray's state, which gets one reference too many, and Ray's C++, before
         # which the process ends: of the handlers at exit the last one is the first to run.
         atexit.unregister(ray.shutdown)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(state._global_state_accessor))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(state))
         libc = ctypes.CDLL(None)
         libc.on_exit(libc._exit, None)
 
