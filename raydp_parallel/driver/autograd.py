@@ -146,7 +146,7 @@ class CallNode:
         task = torch._C._current_graph_task_id()
         found = self.passes.get(task)
         if found is None:
-            found = self.passes[task] = EnginePass({}, [])
+            found = self.passes[task] = EnginePass({}, [], [])
         return found
 
 
@@ -160,10 +160,22 @@ class EnginePass(NamedTuple):
     Attributes:
         grads: The gradients, of the call's outputs and of those of calls derived from it.
         pinned: Handles that keep the remote graphs until the trip.
+        made: Gradients on GPUs, each with the stream that writes it.
     """
 
     grads: Stash
     pinned: list[GraphHandle]
+    made: list[tuple[Tensor, Any]]
+
+    def wait(self) -> None:
+        """Let this thread's streams wait for the gradients. Torch does not: what the Joins hand on
+        is nothing, and Fork runs on no GPU, so on the stream of whoever called backward.
+        """
+        for grad, stream in self.made:
+            here = torch.cuda.current_stream(grad.device)
+            if here != stream:
+                here.wait_stream(stream)
+                grad.record_stream(here)
 
 
 class GraphHandle:
@@ -232,6 +244,7 @@ class Fork(Function):
             )
         # Taken out: a pass that fails leaves nothing for the next one.
         ending = call.passes.pop(torch._C._current_graph_task_id())
+        ending.wait()
         will_run, captured = _needed(ctx)
         derived = len(call.parents)
         for parent, runs in zip(call.parents, will_run[:derived], strict=True):
@@ -269,8 +282,10 @@ class Join(Function):
     @ambient.uncompiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
-        found = ctx.call.now.grads.setdefault(ctx.call, {}).setdefault(ctx.chunk, {})
-        found[ctx.number] = grads[0]
+        now = ctx.call.now
+        now.grads.setdefault(ctx.call, {}).setdefault(ctx.chunk, {})[ctx.number] = grads[0]
+        if grads[0].is_cuda:
+            now.made.append((grads[0], torch.cuda.current_stream(grads[0].device)))
         return None, None, None, None, None
 
 

@@ -167,8 +167,45 @@ def test_a_window_is_waited_for(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch)
     with Executor([0], options=HERE) as executor, torch.no_grad():
         model = DataParallel(net().cuda(), executor=executor)
         right = [model(x) for _ in range(9)][-1]
-        monkeypatch.setattr(gpus, "wait", lambda: None)
+        monkeypatch.setattr(gpus, "wait", lambda *_: None)
         assert not torch.equal(model(x + 1), right)
+
+
+def nodes(t: torch.Tensor) -> set[Any]:
+    """Find the nodes of a tensor's graph."""
+    found, todo = set(), [t.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("ipc", [True, False])
+def test_a_forward_on_a_stream_of_its_own_and_a_backward_outside(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, ipc: bool
+) -> None:
+    """Torch runs outputs' nodes on the stream of the forward, and the trip's, which is on the CPU,
+    on the caller's: gradients of the one are read on the other.
+    """
+    near_replicas(gpus, monkeypatch, ipc)
+    module, plain = net().cuda().eval(), net().cuda().eval()
+    plain.load_state_dict(module.state_dict())
+    x, side = torch.randn(8, 8, dtype=torch.double).cuda(), torch.cuda.Stream()
+    main: Any = torch.cuda.current_stream()
+    with Executor([0, 0], options=HERE) as executor:
+        model = DataParallel(module, executor=executor)
+        for _ in range(3):
+            with torch.cuda.stream(side):
+                loss = model(x).square().mean()
+            for node in nodes(loss):  # as torch's engine does
+                stream = main if "Fork" in node.name() or "Accumulate" in node.name() else side
+                node.register_prehook(lambda _, s=stream: gpus.choose(s))
+            loss.backward()
+            plain(x).square().mean().backward()
+            for a, b in zip(module.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad)
 
 
 def answered(gpus: FakeGpus) -> Channel:

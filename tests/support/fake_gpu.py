@@ -1,10 +1,11 @@
 """A GPU that is none: it runs the package's CUDA code on this machine's memory.
 
 Memory of a GPU is a run of shared memory, so that another process can open it; a tensor lies on
-the GPU whose run holds it. Kernels run at once, and what they make lies there. What CUDA would do
-later is done later: a copy to pinned memory, or to memory that another process has open, takes
-place when its stream is waited for, and until then other bytes are there. A copy from pinned
-memory arrives at once, but its source must be the same when the stream is waited for.
+the GPU whose run holds it. What kernels make lies there, at once on the default stream. What CUDA
+would do later is done later: a copy to pinned memory, or to memory that another process has open,
+and all that runs on another stream, takes place when that is waited for, and until then other bytes
+are there. A copy from pinned memory arrives at once, but its source must be the same when the
+stream is waited for.
 
 It refuses what a GPU refuses: memory of two devices in one operation, a second opening of one
 export, the next kernel after an error that nobody took. It counts, by side: ``calls`` of tensors,
@@ -96,6 +97,36 @@ class Memory:
         )
 
 
+class Stream:
+    """A stream, with what it does later: whether that writes, and the work.
+
+    Attributes:
+        late: Whether it does all of its work later.
+    """
+
+    gpus: FakeGpus
+
+    def __init__(self, device: Any = None, late: bool = True) -> None:
+        self.device, self.late = device, late
+        self.queue: list[Any] = []
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.gpus.wait(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Work behind another stream's."""
+        other.write()
+
+    def write(self) -> None:
+        """Do what was put off, for an operation that comes behind it."""
+        with _disable_current_modes():
+            for writes, work in self.queue:
+                if writes:
+                    work()
+        self.queue[:] = [one for one in self.queue if not one[0]]
+
+
 class FakeGpus(TorchDispatchMode):
     """All GPUs of a process, and what was asked of them.
 
@@ -116,7 +147,8 @@ class FakeGpus(TorchDispatchMode):
         self._shared: list[tuple[int, int]] = []
         self._opened: dict[bytes, Memory] = {}  # which keep their addresses
         self._own = threading.local()
-        self._queues: dict[str, list[Any]] = {}
+        self._stream: Any = type("Stream", (Stream,), {"gpus": self})
+        self._streams: dict[str, Stream] = {}
         self.counts: Counter[str] = Counter()
         self.registers, self.lossy, self.torn = True, False, list[int]()
         self._error = ""
@@ -130,9 +162,24 @@ class FakeGpus(TorchDispatchMode):
     def side(self, value: str) -> None:
         self._own.side = value
 
-    @property
-    def _queue(self) -> list[Any]:
-        return self._queues.setdefault(self.side, [])
+    def stream(self, _: Any = None) -> Stream:
+        """``torch.cuda.current_stream``: there is one for all GPUs."""
+        chosen = vars(self._own).get("stream " + self.side)
+        return chosen or self._streams.setdefault(self.side, self._stream(late=False))
+
+    def choose(self, stream: Stream) -> None:
+        """``torch.cuda.set_stream``."""
+        vars(self._own)["stream " + self.side] = stream
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        """``torch.cuda.stream``."""
+        before = self.stream()
+        self.choose(stream)
+        try:
+            yield
+        finally:
+            self.choose(before)
 
     # where tensors lie
 
@@ -203,7 +250,7 @@ class FakeGpus(TorchDispatchMode):
             text = f"Expected all tensors to be on the same device, but found {homes} in {name}"
             raise RuntimeError(text)
         if gpus and not func.is_view:
-            self._write()
+            self.stream().write()
         if name in _WAITING:
             self.wait()
         if name == "clone":
@@ -212,7 +259,12 @@ class FakeGpus(TorchDispatchMode):
         home = given if given is not None else gpus.pop()
         if home.type == "cpu":
             return found
-        return tree_map(lambda t: self._here(t, home) if isinstance(t, Tensor) else t, found)
+        found = tree_map(lambda t: self._here(t, home) if isinstance(t, Tensor) else t, found)
+        if self.stream().late and not func.is_view:
+            made = tree_flatten(args[0] if found is None else found)[0]  # None: written in place
+            for t in [t for t in made if isinstance(t, Tensor)]:
+                self._later([t], [t])
+        return found
 
     def copy(self, into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """``Tensor.copy_``."""
@@ -220,19 +272,18 @@ class FakeGpus(TorchDispatchMode):
         if all(home.type == "cpu" for home in homes):
             return _host_copy(into, source)  # type: ignore[no-any-return]
         self.count("copies")
-        self._write()
+        self.stream().write()
         if homes[0] != homes[1]:
             self.count("crossings")
         if CPU in homes or (PINNED in homes and not non_blocking):
             self.count("pageable")
             self.wait()
             return _host_copy(into, source)  # type: ignore[no-any-return]
+        late = self.stream().late or self._exported(into)
         if homes[1] == PINNED:
             then = source.clone()
-            self._queue.append((False, lambda: self._check(source, then)))
-            if not self._exported(into):
-                return _host_copy(into, source)  # type: ignore[no-any-return]
-        if homes[0] == PINNED or self._exported(into):
+            self.stream().queue.append((False, lambda: self._check(source, then)))
+        if homes[0] == PINNED or late:
             self._later([into], [source])
             return into
         return _host_copy(into, source)  # type: ignore[no-any-return]
@@ -255,8 +306,8 @@ class FakeGpus(TorchDispatchMode):
         if dtype in _NO_ROWS:
             raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {dtype}')
         self.count("copies")
-        self._write()
-        if self._exported(into[0]):
+        self.stream().write()
+        if self.stream().late or self._exported(into[0]):
             self._later(into, source)
         else:
             torch.ops.aten._foreach_copy_.default(into, source)
@@ -268,26 +319,20 @@ class FakeGpus(TorchDispatchMode):
             if t.numel():
                 ctypes.memset(t.data_ptr(), POISON, t.element_size())
         copy: Any = torch.ops.aten._foreach_copy_.default
-        self._queue.append((True, lambda: copy(into, then)))
+        self.stream().queue.append((True, lambda: copy(into, then)))
 
     def _check(self, source: Tensor, then: Tensor) -> None:
         if not torch.equal(source.view(torch.uint8), then.view(torch.uint8)):
             self.torn.append(then.nbytes)
 
-    def _write(self) -> None:
-        """Do what was put off, for an operation that comes behind it on the stream."""
-        for writes, work in self._queue:
-            if writes:
-                work()
-        self._queue[:] = [one for one in self._queue if not one[0]]
-
-    def wait(self) -> None:
-        """Let the host wait for the stream."""
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let the host wait for a stream, by default the current one."""
         self.count("waits")
+        stream = stream or self.stream()
         with _disable_current_modes():
-            for _, work in self._queue:
+            for _, work in stream.queue:
                 work()
-        self._queue.clear()
+        stream.queue.clear()
 
     def count(self, kind: str) -> None:
         """Count one more."""
@@ -356,10 +401,6 @@ class FakeGpus(TorchDispatchMode):
         rest = {"total_memory": 1000, "multi_processor_count": 10}
         return SimpleNamespace(name="Fake", uuid=f"GPU-{seen[index]}", **rest)
 
-    def stream(self, device: Any = None) -> Any:
-        """``torch.cuda.current_stream``."""
-        return SimpleNamespace(synchronize=self.wait, device=device)
-
     def cuda(self) -> dict[str, Any]:
         """The functions of `torch.cuda`."""
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -372,6 +413,8 @@ class FakeGpus(TorchDispatchMode):
             "current_device": lambda: 0,
             "set_device": lambda _: None,
             "current_stream": self.stream,
+            "Stream": self._stream,
+            "stream": self.use,
             "synchronize": lambda *_: self.wait(),
             "_sleep": lambda _: None,
             "cudart": lambda: SimpleNamespace(
@@ -415,6 +458,7 @@ def _patch(gpus: FakeGpus) -> pytest.MonkeyPatch:
         Tensor, "cuda", lambda t, i=0, **more: gpus.to(t, torch.device("cuda", i), **more)
     )
     found.setattr(Tensor, "tolist", lambda t: torch._C.TensorBase.tolist(gpus.to(t, CPU)))
+    found.setattr(Tensor, "record_stream", lambda t, stream: None)
     found.setattr(Tensor, "is_pinned", lambda t: gpus.home(t) == PINNED)
     return found
 
