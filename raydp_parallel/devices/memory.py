@@ -13,6 +13,7 @@ import functools
 import logging
 import mmap
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -31,15 +32,20 @@ _ROWS = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool
 _ROWS |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128}
 """The dtypes of which CUDA copies a row at once; it refuses a row of some others."""
 
-_pinned: dict[tuple[torch.device, str], Tensor] = {}
+_pinned = threading.local()
+"""Memory of this thread by device and way, each with the stream that may still read it."""
 
 
-def _staging(device: torch.device, way: str, size: int) -> Tensor:
-    """Return pinned memory that is kept for one device and way."""
-    found = _pinned.get((device, way))
+def _staging(device: torch.device, way: str, size: int, reader: Any = None) -> Tensor:
+    """Return pinned memory that is kept for one device and way, once its last reader is done."""
+    kept: dict[str, tuple[Tensor | None, Any]] = vars(_pinned)
+    key = f"{device} {way}"
+    found, last = kept.get(key, (None, None))
+    if last is not None:
+        last.synchronize()
     if found is None or found.numel() < size:
         found = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=True)
-        _pinned[device, way] = found
+    kept[key] = found, reader
     return found[:size]
 
 
@@ -143,8 +149,7 @@ def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor]
             stream = torch.cuda.current_stream(device)
             flat.copy_(there, non_blocking=True)
         else:
-            host = _staging(device, "up", layout.size)
-            torch.cuda.current_stream(device).synchronize()  # the last copy out of the staging
+            host = _staging(device, "up", layout.size, torch.cuda.current_stream(device))
             host.copy_(there)
             flat.copy_(host, non_blocking=True)
         found = layout.views(flat)

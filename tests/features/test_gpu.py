@@ -280,6 +280,31 @@ def test_messages_carry_dtypes_of_which_cuda_copies_no_row(
                 assert torch.equal(got.cpu().view(torch.uint8), sent.view(torch.uint8))
 
 
+def test_staging_is_written_once_it_was_read(gpus: FakeGpus) -> None:
+    """By whatever stream did that; and each thread has its own."""
+    gpus.registers = False
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    gpu, side, found = torch.device("cuda", 0), torch.cuda.Stream(), []
+    for n, stream in enumerate([side, torch.cuda.current_stream(), side]):
+        ours.send([torch.full((4,), n)])
+        with torch.cuda.stream(stream):
+            found += theirs.receive(device=gpu)
+    side.synchronize()
+    assert not gpus.torn
+    assert [t.tolist() for t in found] == [[n] * 4 for n in range(3)]
+    places = []
+
+    def place() -> None:
+        with gpus:
+            places.append(memory._staging(gpu, "up", 8))
+
+    threads = [threading.Thread(target=place), threading.Thread(target=place)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert places[0].data_ptr() != places[1].data_ptr()
+
+
 def test_an_export_is_opened_once(gpus: FakeGpus) -> None:
     """Torch's counts of readers go below zero otherwise (N10)."""
     ours, theirs = (Channel(end) for end in socket.socketpair())

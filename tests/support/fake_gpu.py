@@ -468,7 +468,7 @@ def installed(count: int = 1) -> Iterator[FakeGpus]:
     """Let this process have GPUs for a block, in this thread."""
     gpus = FakeGpus(count)
     patches = _patch(gpus)
-    memory._pinned.clear()
+    vars(memory._pinned).clear()
     memory._may_register.cache_clear()
     try:
         with gpus:
