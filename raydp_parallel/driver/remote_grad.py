@@ -27,21 +27,14 @@ def _is_dispatched(func: Any) -> bool:
 class RemoteGrad(StandIn):
     """Stands in ``parameter.grad`` for the sum of what the replicas keep. The first operation on it
     fetches that.
-
-    Attributes:
-        source: Has the value: its ``fetch`` lets this one, and perhaps others, `arrive`.
-        number: The parameter's number there.
-        touched: True if the program may have written to the value.
-        lent: True if it may have memory of the value, where it sees and writes what comes.
-        zeroed: True if it is zero, whatever the replicas keep.
     """
 
-    source: Any
-    number: int
+    source: Any  # has the value: its ``fetch`` lets this one, and perhaps others, `arrive`
+    number: int  # the parameter's number there
     _value: Tensor | None
-    touched: bool
-    lent: bool
-    zeroed: bool
+    touched: bool  # the program may have written to the value
+    lent: bool  # the program may have its memory, where it sees and writes what comes
+    zeroed: bool  # it is zero, whatever the replicas keep
 
     @staticmethod
     def __new__(cls, like: Tensor, source: Any, number: int) -> RemoteGrad:
@@ -73,12 +66,11 @@ class RemoteGrad(StandIn):
 
     def value(self) -> Tensor:
         """Return the value, as an ordinary tensor."""
-        if self._value is None:
-            if self.zeroed:
-                size, stride, at = self.size(), self.stride(), self.device
-                self._value = torch.empty_strided(size, stride, dtype=self.dtype, device=at).zero_()
-            else:
-                self.source.fetch(self)
+        if self._value is None and self.zeroed:
+            size, stride, at = self.size(), self.stride(), self.device
+            self._value = torch.empty_strided(size, stride, dtype=self.dtype, device=at).zero_()
+        elif self._value is None:
+            self.source.fetch(self)
         assert self._value is not None
         return self._value
 
