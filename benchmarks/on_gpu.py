@@ -246,6 +246,7 @@ def main() -> None:
                 model = executor = net = own = None  # type: ignore[assignment]
                 gc.collect()
                 if REAL:
+                    torch.cuda.ipc_collect()
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
             if gpus > 1 and REAL and time.monotonic() < end:

@@ -54,8 +54,11 @@ those of its node, which may differ from the driver's, so it is given the driver
 
 
 def environment() -> dict[str, str]:
-    """The variables among `VARIABLES` that are set in this process, for a replica that starts."""
-    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    """The variables among `VARIABLES`, and NCCL's, that are set in this process, for a replica that
+    starts.
+    """
+    chosen = os.environ.items()
+    return {name: one for name, one in chosen if name in VARIABLES or name.startswith("NCCL_")}
 
 
 def _deterministic() -> tuple[bool, bool, str]:

@@ -26,7 +26,11 @@ Places = Callable[[Sequence[int]], dict[int, ExchangeRequest]]
 _PATIENCE = 300.0
 """Seconds that chunks wait for each other, without a ``call_timeout``."""
 _TRIAL, _GRACE = 30.0, 5.0
-"""Seconds for the trial of NCCL, and then for members to give it up."""
+"""Seconds for the trial of NCCL, and then for all members to give it up."""
+_REMEDY = (
+    "NCCL_SOCKET_IFNAME names the network between machines, --shm-size=1g gives a container shared "
+    "memory, and NCCL_P2P_DISABLE=1 helps where one GPU cannot read another's memory"
+)
 _MOST_JOINS = 3
 """How often a replica may die while it joins, before that is taken for NCCL's fault."""
 _MOST_GROUPS = 4
@@ -116,11 +120,15 @@ def forget(executor: Executor) -> None:
 
 
 def _may_use_nccl(executor: Executor, slots: Sequence[ReplicaSlot]) -> bool:
-    hellos = [slot.client.hello for slot in slots if slot.ready]
-    gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if hello.gpu_uuid}
-    if not 1 < len(gpus) == len(slots) or executor.failed_joins >= _MOST_JOINS:
+    """Tell if these are all GPUs of the executor, each a whole card: NCCL takes gigabytes for each
+    set of them, and refuses a second part of one card.
+    """
+    if "nccl" not in executor.options.ways or executor.failed_joins >= _MOST_JOINS:
         return False
-    return "nccl" in executor.options.ways
+    everyone = {slot for slot in executor.replica_set.ready() if slot.client.hello.gpu}
+    hellos = [slot.client.hello for slot in everyone]
+    gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if "MIG" not in hello.gpu}
+    return {*slots} == everyone and 1 < len(gpus) == len(slots)
 
 
 def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bool:
@@ -132,10 +140,11 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bo
         sent.append(dispatcher.send(slot, ChunkCall(slot, "join", lambda _, p=place: p, 0)))  # type: ignore[misc]
     limit = executor.replica_set.options.call_timeout
     dispatcher.watch(sent, group.close, _TRIAL if group.nccl else limit)
-    problem, died, late = "", "", ""
+    problem, died, late, until = "", "", "", time.monotonic() + _GRACE
     for slot, pending in zip(slots, sent, strict=True):
-        if group.nccl and pending.gone is None and not slot.client.ready(_GRACE):
-            problem = f"{slot} hangs in NCCL"
+        left = max(0.0, until - time.monotonic())
+        if group.nccl and pending.gone is None and not slot.client.ready(left):
+            problem = f"{slot} hangs in NCCL. {_REMEDY}"
             executor.replica_set.lost(slot, pending.life, "join", problem)
         answer = dispatcher.receive(pending)
         if answer is None:

@@ -306,7 +306,7 @@ class Replica:
         except (Abandoned, Differing):
             return
         except torch.OutOfMemoryError:
-            exchange.close()  # the others do not wait for this one
+            exchange.close()
             return
         for at, one in zip(places, sums or [None] * len(places), strict=True):
             grads[at], reached[at] = one, True

@@ -51,14 +51,14 @@ class GatherRows(Function):
     """One row of each chunk in, all rows out; differentiable to any order."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, mark: int) -> Tensor:
+    def forward(ctx: Any, own: Tensor, mark: int, count: int = 0) -> Tensor:
         ctx.mark = mark
-        return _needed().share(own, mark)
+        return _needed().share(own, mark, count)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         total: Tensor = CollectRow.apply(grads[0], ctx.mark)
-        return total, None
+        return total, None, None
 
 
 class CollectRow(Function):
@@ -145,9 +145,10 @@ def _statistics(x: Tensor, shape: torch.Size, number: int) -> tuple[Tensor, Tens
         squares = var * count
     else:
         mean = squares = x.sum(dims)
-    rows: Tensor = GatherRows.apply(torch.cat([x.new_tensor([count]), mean, squares]), number)
+    own = torch.cat([x.new_full((1,), count), mean, squares])
+    rows: Tensor = GatherRows.apply(own, number, count)
     counts = rows[:, :1].detach()
-    total = float(counts.sum())
+    total = float(sum(_needed().numbers))  # without a wait for a GPU
     if total <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {shape} and as "

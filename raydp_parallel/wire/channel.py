@@ -60,6 +60,7 @@ class Channel:
         self._theirs: dict[int, Layout] = {}
         self._out: dict[bool, Window | GpuWindow] = {}
         self._in: dict[bool, Window | GpuWindow] = {}
+        self._grown = False  # the other end has not let go of the last window on a GPU yet
         self._reading: Any = None  # the stream that may still copy from the other end's window
         self.sent = self.received = 0
 
@@ -94,6 +95,7 @@ class Channel:
             size = layout.size + layout.size // 4
             if near:
                 assert self.ipc is not None
+                self._grown = window is not None
                 window = GpuWindow(size, self.ipc)
                 export = window.export
             else:
@@ -167,6 +169,9 @@ class Channel:
                 self._theirs[number] = Layout(known[0], cuts=known[1])
             for each, fd in zip(shared, fds, strict=True):
                 windows.append(Window(each, fd, private=True))
+        if self._grown:
+            self._grown = False
+            torch.cuda.ipc_collect()
         layout = self._theirs[number]
         self.received += layout.size
         if not layout.specs:
@@ -187,6 +192,10 @@ class Channel:
         """Make new windows for the next messages."""
         self._out.clear()
 
+    def let_go(self) -> None:
+        """Read nothing more from the other end's windows: it makes new ones."""
+        self._in.clear()
+
     def _read(self, count: int) -> bytes:
         found: list[bytes] = []  # no memory for a length before its bytes come
         while count:
@@ -197,5 +206,10 @@ class Channel:
         return b"".join(found)
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up: the other end ends, and reads nothing any more."""
         self._sock.close()
+        mine = self._out.get(True)
+        if isinstance(mine, GpuWindow):
+            mine.unread()
+        self.drop_windows()
+        self.let_go()

@@ -262,5 +262,12 @@ def _subclass(plain: Tensor, kind: bytes, grad: bool) -> Tensor:
 
 
 def _saved(data: bytes, grad: bool) -> Tensor:
-    made: Tensor = torch.load(io.BytesIO(data), weights_only=False)
+    made: Tensor = torch.load(io.BytesIO(data), map_location=_here, weights_only=False)
     return made.requires_grad_(grad)
+
+
+def _here(storage: Any, place: str) -> Any:
+    """Keep what lay on the sender's GPU on this process's: its number may be another one here."""
+    if not place.startswith("cuda"):
+        return None
+    return storage.cuda() if torch.cuda.is_initialized() else storage

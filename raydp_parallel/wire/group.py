@@ -8,7 +8,8 @@ Who fails closes its sockets, which the others notice, as they notice a death.
 
 [Note: NCCL]
 These numbers go by gloo in any case, and tensors by NCCL where each member has a GPU of its own.
-NCCL does not notice a death: who waits looks whether the driver has closed the group's store.
+NCCL does not notice a death: who waits looks whether the driver has closed the group's store, or a
+member has noted there that it left.
 
 [Note: stores]
 Members find each other by a store, which on one machine is memory that they share: no other user
@@ -52,6 +53,10 @@ _NCCL = {
 """Torch would end the process where an operation is late, log a line a second once a store is gone,
 and sleep a minute after an error while the next operation waits.
 """
+_CHANNELS = "NCCL_MAX_P2P_NCHANNELS"
+"""Each costs memory for each pair of GPUs: eight H100 took 4 GB each with NCCL's own choice."""
+_GONE = "left"
+"""The store's key that a member sets as it leaves."""
 _PART, _LEFT = 1 << 16, 1
 """Bytes of a member's part of a store in memory, and the mark of a store that was closed."""
 _DESCRIPTORS = 16
@@ -147,6 +152,7 @@ class Exchange:
     Attributes:
         rank: Which member this is: the number of its chunk.
         size: How many there are.
+        numbers: Numbers that members gave as they met last, by rank.
 
     Raises:
         Abandoned: The others did not come, or cannot be reached.
@@ -180,6 +186,7 @@ class Exchange:
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, options)
             if request.nccl:
                 os.environ.update(_NCCL)
+                os.environ.setdefault(_CHANNELS, "8")
                 store = dist.PrefixStore("nccl", self._store)
                 theirs = dist.ProcessGroupNCCL.Options()
                 self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, theirs)
@@ -188,39 +195,40 @@ class Exchange:
             raise Abandoned(text) from None
 
     # Each of these is an exchange. Its mark says what it is for: a number from 0, the same for all
-    # members, who get `Differing` where marks or sizes are not.
+    # members, who get `Differing` where marks or sizes are not. Memory is taken before they meet: a
+    # member that has none is missed there.
 
     def swap(self, rows: Tensor, mark: int = 0) -> Tensor:
         """Give each member one row; returns the rows that they gave to this one, by rank."""
-        self.meet(mark, rows[0].nbytes)
         own = self._near(rows)
         got = torch.empty_like(own)
+        self.meet(mark, rows[0].nbytes)
         self._do("alltoall_base", dist.AllToAllOptions(), got, own, [], [])
         return got.to(rows.device)
 
-    def share(self, row: Tensor, mark: int = 0) -> Tensor:
-        """Give all members one row; returns the rows of all, by rank."""
-        self.meet(mark, row.nbytes)
+    def share(self, row: Tensor, mark: int = 0, number: int = 0) -> Tensor:
+        """Give all members one row, and a number; returns the rows of all, by rank."""
         own, options = self._near(row), dist.distributed_c10d.AllgatherOptions()
         got = own.new_empty(self.size * row.numel())
+        self.meet(mark, row.nbytes, number)
         self._do("_allgather_base", options, got, own.view(-1))
         return got.view(self.size, *row.shape).to(row.device)
 
     def give(self, row: Tensor, root: int, mark: int = 0) -> Tensor | None:
         """Give one member a row; to that one it returns the rows of all, by rank."""
-        self.meet(mark, row.nbytes)
         own, options, count = self._near(row), dist.AllToAllOptions(), row.numel()
         sent = [count if rank == root else 0 for rank in range(self.size)]
         taken = [count if self.rank == root else 0] * self.size
         got = own.new_empty(sum(taken))
+        self.meet(mark, row.nbytes)
         self._do("alltoall_base", options, got, own, taken, sent)
         return got.view(self.size, count).to(row.device) if self.rank == root else None
 
     def spread(self, run: Tensor, root: int, mark: int = 0) -> None:
         """Copy a run of one member's to those of all."""
-        self.meet(mark, run.nbytes)
         own, options = self._near(run), dist.BroadcastOptions()
         options.rootRank = root
+        self.meet(mark, run.nbytes)
         self._do("broadcast", options, [own])
         if own is not run:
             run.copy_(own)
@@ -252,31 +260,33 @@ class Exchange:
         return [] if found is None else _pieces(found.view(-1), like)
 
     def exists(self) -> bool:
-        """Tell if the driver has not closed the group."""
+        """Tell if neither the driver nor a member has closed the group."""
         try:
-            self._store.check(["alive"])
+            return not (self.closed or self._store.check([_GONE]))
         except RuntimeError:
             return False
-        return not self.closed
 
     def close(self) -> None:
         """Leave the group; members that wait for this one get an error."""
         groups, begun = [self._gloo, self._nccl], self._begun
         self._gloo = self._nccl = self._begun = None
         self.closed = True
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_GONE, b"1")
         threading.Thread(target=_drop, args=[groups, begun], daemon=True).start()
 
-    def meet(self, mark: int, size: int) -> None:
-        """Wait until all members are at the same exchange.
+    def meet(self, mark: int, size: int, number: int = 0) -> None:
+        """Wait until all members are at the same exchange, and tell them a number.
 
         Raises:
             Abandoned: One of them does not come.
             Differing: They are not.
         """
-        own = torch.tensor([mark, size], device="cpu").expand(self.size, -1).contiguous()
+        own = torch.tensor([mark, size, number], device="cpu").expand(self.size, -1).contiguous()
         rows = torch.empty_like(own)
         self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [], marks=True)
-        seen = [(int(mark), int(size)) for mark, size in rows.tolist()]
+        seen = [(int(mark), int(size)) for mark, size, _ in rows.tolist()]
+        self.numbers = [int(number) for _, _, number in rows.tolist()]
         if len({*seen}) == 1:
             return
         ended = [rank for rank, (mark, _) in enumerate(seen) if mark == END]

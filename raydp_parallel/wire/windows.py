@@ -6,14 +6,16 @@ answer: who keeps a tensor longer clones it. So nothing here is lent, counted or
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import mmap
 import os
 import pickle
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -176,16 +178,44 @@ class GpuWindow(Run):
         from torch.multiprocessing import reductions
 
         if export is None:
-            self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-            self.export = pickle.dumps(reductions.reduce_tensor(self.memory)[1])
+            with _whole_segments():
+                self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+                given = reductions.reduce_tensor(self.memory)[1]
+            self.export, self._readers = pickle.dumps(given), given[_READERS]
         else:
             given = list(pickle.loads(export))
             given[_NUMBER] = device.index or 0
             self.memory = reductions.rebuild_cuda_tensor(*given)
 
+    def unread(self) -> None:
+        """Count its reader out, which has ended and cannot do so: torch keeps the memory until
+        then.
+        """
+        torch.UntypedStorage._release_ipc_counter_cuda(*self._readers)
 
-_NUMBER = 6
-"""Where torch's description of a shared tensor has the number of its GPU."""
+
+_NUMBER, _READERS = 6, slice(11, 13)
+"""Where torch's description of a shared tensor has the number of its GPU, and the place of the
+count of its readers.
+"""
+
+
+@contextlib.contextmanager
+def _whole_segments() -> Iterator[None]:
+    """Take memory from CUDA as a whole, also where the program wants segments that grow: containers
+    refuse to share these.
+    """
+    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:True" not in chosen:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer torch has another name for it
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        try:
+            yield
+        finally:
+            torch.cuda.memory._set_allocator_settings(chosen)
 
 
 class Window(Run):

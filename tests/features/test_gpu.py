@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
+import io
 import os
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -22,9 +25,12 @@ from torch import nn
 from benchmarks import gpu_host
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.devices import cuda, memory
+from raydp_parallel.driver import groups
 from raydp_parallel.errors import TransferError
-from raydp_parallel.wire import trial
+from raydp_parallel.replica import sync_batch_norm
+from raydp_parallel.wire import codec, trial
 from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.messages import ExchangeRequest
 from raydp_parallel.wire.windows import GpuWindow
 
 HERE = Options(metrics=False, gpu_paths=("host",))
@@ -237,10 +243,12 @@ def test_the_trial_and_what_it_finds(gpus: FakeGpus, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trial, "SIZES", [1 << 16, 1 << 20])
     monkeypatch.setattr(trial, "_PRODUCTS", 1)
     gpu, before = torch.device("cuda", 0), torch.get_rng_state()  # the GPU's, too, on the fake
+    taken = gpus.memories[0].taken
     ours = answered(gpus)
     assert memory._may_register(gpu)
     trial.try_ipc(ours, gpu)
     assert torch.equal(torch.get_rng_state(), before)
+    assert gpus.memories[0].taken == taken
     ours.close()
     gpus.lossy = True
     ours = answered(gpus)
@@ -368,6 +376,7 @@ def test_replicas_in_processes_of_their_own(how: str) -> None:
     [
         ("", []),
         ("", ["broadcast:1", "alltoall_base:0", "late:alltoall_base:1", "trial:0"]),
+        ("", ["full:broadcast:1", "full:alltoall_base:0"]),
         ("resident", ["_allgather_base:1", "late:alltoall_base:0"]),
         ("differing", []),
         ("permuted", []),
@@ -388,6 +397,93 @@ def test_weights_and_gradients_go_from_gpu_to_gpu(how: str, plan: list[str]) -> 
         (near_in, near_out), (far_in, far_out) = ast.literal_eval(sizes.removeprefix("bytes: "))
         assert far_in < near_in / 4
         assert far_out < near_out / 10
+
+
+@pytest.mark.long
+def test_a_smaller_batch_makes_no_group_of_its_own() -> None:
+    """NCCL takes gigabytes for each."""
+    groups, link, *_ = printed("nccl_script.py", "smaller", "3")
+    assert (groups, link) == ("groups: 1", "link: nccl + windows")
+
+
+def test_all_that_hang_in_nccl_are_given_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the warning says what to do."""
+    now, warned = [0.0], []
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(groups.log, "warning", lambda *text: warned.append(text[0] % text[1:]))
+
+    def ready(seconds: float) -> bool:
+        now[0] += seconds
+        return False
+
+    slots: Any = [SimpleNamespace(client=SimpleNamespace(ready=ready)) for _ in range(8)]
+    nothing: Any = SimpleNamespace(lost=lambda *_: None, options=HERE)
+    sent = SimpleNamespace(gone=None, life=1)
+    dispatcher = SimpleNamespace(
+        send=lambda *_: sent, watch=lambda *_: None, receive=lambda _: None
+    )
+    executor: Any = SimpleNamespace(dispatcher=dispatcher, replica_set=nothing, failed_joins=0)
+    places = {i: ExchangeRequest("group", i, 8, 1.0) for i in range(8)}
+    group: Any = SimpleNamespace(nccl=True, places=places, address=None, close=None)
+    assert not groups._join(executor, slots, group)
+    assert now[0] == groups._GRACE
+    assert "NCCL_SOCKET_IFNAME" in warned[0]
+
+
+@pytest.mark.parametrize("ipc", [True, False])
+def test_memory_of_windows_ends_with_their_readers(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, ipc: bool
+) -> None:
+    """Torch counts them, and one that was killed does not count itself out."""
+    near_replicas(gpus, monkeypatch, ipc)
+    module, x = net().cuda(), torch.randn(8, 8, dtype=torch.double).cuda()
+    before = gpus.memories[0].taken
+    with Executor([0], options=HERE) as executor, torch.no_grad():
+        for rows in (8, 8, 800):  # a window that grows
+            DataParallel(module, executor=executor)(x.repeat(rows, 1))
+    del executor
+    gc.collect()
+    assert gpus.memories[0].taken == before
+    assert not gpus._read
+
+
+def test_windows_are_no_segments_that_grow(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers refuse to share these; the program's memory stays as it wants it."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    gpus.expandable = True
+    assert GpuWindow(8, torch.device("cuda", 0)).export
+    assert gpus.expandable
+
+
+def test_synchronised_batch_norm_waits_for_no_gpu(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But in the exchange itself: the number of values is known to the host."""
+
+    class Alone:
+        numbers = (0,)
+
+        def share(self, row: torch.Tensor, mark: int, number: int) -> torch.Tensor:
+            self.numbers = (number,)
+            return row[None]
+
+    monkeypatch.setattr(sync_batch_norm, "current", Alone())
+    plain = nn.BatchNorm1d(8).cuda()
+    layer = sync_batch_norm.convert_sync_batchnorm(nn.BatchNorm1d(8).cuda())
+    x = torch.randn(16, 8).cuda()
+    gpus.counts.clear()
+    found = layer(x)
+    assert gpus.counts["driver waits"] == 0
+    torch.testing.assert_close(found, plain(x))
+
+
+def test_odd_tensors_name_no_gpu_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another one here, or none."""
+    file = io.BytesIO()
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda _: "cuda:3")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    torch.save(torch.arange(3), file)
+    assert codec._saved(file.getvalue(), False).tolist() == [0, 1, 2]
 
 
 def test_a_step_asks_the_host_for_little() -> None:

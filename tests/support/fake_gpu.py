@@ -152,6 +152,9 @@ class FakeGpus(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self.registers, self.lossy, self.torn = True, False, list[int]()
         self._error = ""
+        self._read: dict[bytes, Tensor] = {}
+        self.expandable = False
+        self.killed: list[Any] = []  # what ended processes had opened, and never let go of
 
     @property
     def side(self) -> str:
@@ -375,7 +378,10 @@ class FakeGpus(TorchDispatchMode):
         self._shared.append((t.data_ptr(), t.data_ptr() + t.nbytes))
         handle = pickle.dumps((os.getpid(), memory.fd, at, next(_exports)))
         kind = (type(t), t.size(), t.stride(), 0, torch.TypedStorage, t.dtype)
-        rest = (handle, t.nbytes, 0, False, b"counter", 0, b"event", False)
+        if self.expandable:
+            raise RuntimeError("pidfd_getfd: Operation not permitted")
+        self._read[handle] = t  # until its reader lets go of it
+        rest = (handle, t.nbytes, 0, False, handle, 0, b"event", False)
         return reductions.rebuild_cuda_tensor, (*kind, memory.home.index, *rest)
 
     def open(self, *given: Any) -> Tensor:
@@ -389,9 +395,18 @@ class FakeGpus(TorchDispatchMode):
         self._runs.append((memory.base, memory.base + _SIZE, memory.home))
         self._shared.append((memory.base + at, memory.base + at + given[8]))
         found = memory.at(at, given[8])
+        weakref.finalize(found.untyped_storage(), self.unread, handle).atexit = False
         if self.lossy:
             found = self.memories[0].take(given[8])
         return found.view(given[5]).as_strided(given[1], given[2])
+
+    def unread(self, handle: bytes, _: int = 0) -> None:
+        """``UntypedStorage._release_ipc_counter_cuda``."""
+        self._read.pop(handle, None)
+
+    def settings(self, text: str) -> None:
+        """``torch.cuda.memory._set_allocator_settings``."""
+        self.expandable = "expandable_segments:True" in text
 
     def properties(self, device: Any = 0) -> Any:
         """``torch.cuda.get_device_properties``: the number on the machine is the uuid."""
@@ -417,6 +432,7 @@ class FakeGpus(TorchDispatchMode):
             "stream": self.use,
             "synchronize": lambda *_: self.wait(),
             "_sleep": lambda _: None,
+            "ipc_collect": lambda: None,
             "cudart": lambda: SimpleNamespace(
                 cudaHostRegister=self.register, cudaHostUnregister=self.unregister
             ),
@@ -447,6 +463,9 @@ def _patch(gpus: FakeGpus) -> pytest.MonkeyPatch:
     for name, value in gpus.cuda().items():
         found.setattr(torch.cuda, name, value)
     found.setattr(torch.version, "cuda", "fake")
+    found.setattr(torch.cuda.memory, "_set_allocator_settings", gpus.settings)
+    release = staticmethod(gpus.unread)
+    found.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
     found.setattr(reductions, "reduce_tensor", gpus.reduce)
     found.setattr(reductions, "rebuild_cuda_tensor", gpus.open)
     found.setattr(Tensor, "device", property(gpus.device))
@@ -559,6 +578,7 @@ class Near:
     def close(self) -> None:
         """Hang up."""
         self.channel.close()
+        self._gpus.killed.append(self._theirs._in.pop(True, None))
         self._theirs.close()
 
     end = kill = close

@@ -77,6 +77,7 @@ class ProcessGroupNCCL:
             time.sleep(600)
         moment = f"{'trial' if own.dtype == torch.int64 else verb} {self._rank}"
         fate(os.environ[FOLDER], moment)
+        fate(os.environ[FOLDER], f"full {moment}")
         found = into.clone()
         *rest, options = rest  # type: ignore[assignment]
         options.timeout = _LONG
