@@ -34,6 +34,8 @@ from benchmarks.nets import RowLosses, perceptron, resnet50
 
 REAL = torch.cuda.is_available()
 STEPS, WARM = (20, 4) if REAL else (2, 1)
+HOWS = ("evaluated", "smaller", "streamed") if REAL else ("evaluated", "smaller")
+"""Ways to train; torch's engine changes streams on a GPU alone."""
 
 
 class Load(NamedTuple):
@@ -99,15 +101,36 @@ def cpu_ms(pid: int) -> float:
     return 1e3 * (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def stepper(model: nn.Module, load: Load, batch: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
-    """Return a step of training."""
+def stepper(
+    model: nn.Module, load: Load, batch: tuple[Tensor, Tensor], how: str = ""
+) -> Callable[[], Tensor]:
+    """Return a step of training.
+
+    Args:
+        model: The model.
+        load: The net and its batch.
+        batch: Inputs and targets, on the GPU.
+        how: ``"evaluated"`` comes after evaluations, ``"streamed"`` runs forward on a stream of its
+            own, ``"smaller"`` comes after a step of a few rows.
+    """
+    if how == "smaller":
+        few = max(2, torch.cuda.device_count() - 1)
+        load.loss(model, batch[0][:few], batch[1][:few]).backward()
+    if how == "evaluated":
+        with torch.inference_mode():
+            for _ in range(3):
+                load.loss(model, *batch)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    side = torch.cuda.Stream() if how == "streamed" else torch.cuda.current_stream()
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        with torch.autocast("cuda", load.dtype, enabled=load.dtype is not None):
+        side.wait_stream(torch.cuda.current_stream())
+        cast = torch.autocast("cuda", load.dtype, enabled=load.dtype is not None)
+        with torch.cuda.stream(side), cast:
             loss = load.loss(model, *batch)
         loss.backward()
+        torch.cuda.current_stream().wait_stream(side)
         optimizer.step()
         return loss.detach()
 
@@ -158,6 +181,7 @@ def contender(name: str, net: nn.Module, gpus: int) -> Iterator[tuple[nn.Module,
         yield DataParallel(net, [0]), None
     else:
         way, _, places = name.partition(" ")
+        places = places.partition("]")[0] + "]"
         ids = json.loads(places)
         # More replicas than GPUs share them.
         share = 1.0 if len(ids) <= gpus else gpus / len(ids)
@@ -173,7 +197,10 @@ def names(gpus: int) -> list[str]:
     found = ["plain", "in place", "auto [0]"]
     if REAL:
         found += ["host [0]", "nn.DataParallel [0, 0]"]
-    found += ["auto [0, 1]"]
+    found += [
+        "auto [0, 1]",
+        *[f"auto [0, 1] {how}" for how in HOWS],
+    ]
     if gpus > 1 and REAL:
         found += [f"nn.DataParallel {every}", f"auto {every}", f"host {every}"]
     return list(dict.fromkeys(found))
@@ -236,14 +263,18 @@ def main() -> None:
                 try:
                     net = copy.deepcopy(start).cuda()
                     own = batch[0].cuda(), batch[1].cuda()
+                    free = torch.cuda.mem_get_info()[0] if REAL else 0  # NCCL's memory, too
                     with contender(name, net, gpus) as (model, executor):
-                        row.update(measured(stepper(model, load, own), executor))
+                        step = stepper(model, load, own, name.rpartition(" ")[2])
+                        row.update(measured(step, executor))
+                        if REAL:
+                            row["gpu_mb"] = free - torch.cuda.mem_get_info()[0] >> 20
                 except Exception as error:
                     row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 first = row if first is None else first
                 if "last_loss" in row and "last_loss" in first:
                     row["deviation"] = abs(row["last_loss"] - first["last_loss"])
-                model = executor = net = own = None  # type: ignore[assignment]
+                model = executor = net = own = step = None  # type: ignore[assignment]
                 gc.collect()
                 if REAL:
                     torch.cuda.ipc_collect()
@@ -255,7 +286,7 @@ def main() -> None:
     about = {"date": str(date.today()), "device": device, "gpus": gpus, "torch": torch.__version__}
     about["python"] = platform.python_version()
     columns = ["ms", "busy_ms", "driver_cpu_ms", "replica_cpu_ms", "mb_in", "mb_out"]
-    columns += ["driver_peak_mb", "deviation", "link", "failed"]
+    columns += ["driver_peak_mb", "gpu_mb", "deviation", "link", "failed"]
     table = [[f"{r['load']}: {r['contender']}", *[r.get(c, "") for c in columns]] for r in rows]
     print(as_text(Table(f"a step of training on {gpus} x {device}", ["", *columns], table)))
     chosen.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
