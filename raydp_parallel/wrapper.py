@@ -576,7 +576,8 @@ class DataParallel(nn.DataParallel[T]):
                 where = f"in replica {i} on device {ids[i]}" if split else None
                 chunk = replica_.chunk(a, k, where, self.dim)
                 rows.append(chunk.rows)
-                waits.append(forward.begin(self.executor, chunk, len(ids)))
+                # The module stays as it is from the first batch on.
+                waits.append(forward.begin(self.executor, chunk, len(ids), at == 0 and i == first))
 
         def finish() -> Any:
             with exceptions.ShortTraceback():

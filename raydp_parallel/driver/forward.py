@@ -354,7 +354,7 @@ def _look(master: Master, code: bool) -> None:
         master.resident.lend()
 
 
-def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], Any]:
+def begin(executor: Executor, chunk: ForwardChunk, chunks: int, compare: bool) -> Callable[[], Any]:
     """Send one chunk without gradients, of which nothing is written back; returns what waits for
     its output.
 
@@ -362,6 +362,7 @@ def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], 
         executor: The executor.
         chunk: The chunk.
         chunks: How many run at once.
+        compare: True if contents are compared, too: it cannot run again where they differ.
     """
     context = ambient.capture()._replace(grad=False)
     with executor.trip():
@@ -369,6 +370,8 @@ def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], 
         threads = executor.replica_set.threads(chunks)
         one = _Run(executor, chunk, 0, seed, context, threads)
         _look(one.master, one.sends_code)
+        if compare and one.master.verify():
+            _look(one.master, one.sends_code)
         one.begin(one.master.mark())
         call = one.call()
         pending = executor.dispatcher.send(executor.replica_set.choose(chunk.slot, {}), call)

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from raydp_parallel.devices import ambient
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state import sources
 from raydp_parallel.state.lagging import PLAINLY, Lagging, plainly
@@ -205,6 +207,7 @@ class Master:
         self.written: dict[int, int] = {}
         self.kinds: dict[int, str] = {}
         self._leaves: list[tuple[Tensor, str]] | None = None
+        _masters.add(self)
 
     @property
     def module(self) -> nn.Module:
@@ -496,6 +499,12 @@ class Master:
         self._dirty.update(edited)
         return bool(edited)
 
+    def stepped(self, parameters: Iterable[Tensor]) -> None:
+        """Note what an optimizer has written to."""
+        known = self._slots
+        found = [known[id(p)] for p in parameters if id(p) in known and p.grad is not None]
+        self._dirty.update(n for n in found if n not in self.trained)
+
     def compare_all(self) -> None:
         """Compare windows, too, from now on: a replica has copies of what lies in them."""
         if not self.compares:
@@ -591,3 +600,20 @@ class Master:
         named = *self.module.named_parameters(), *self.module.named_buffers()
         name = next((name for name, one in named if one is tensor), "")
         return f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}"
+
+
+_masters: weakref.WeakSet[Master] = weakref.WeakSet()
+
+
+@ambient.uncompiled
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Note a step of any optimizer. Torch's fused ones, and others with kernels of their own, move
+    no version: `verify` would find each of their steps, and each forward would run twice. To
+    compare contents first would read all weights twice while nobody computes.
+    """
+    for master in [*_masters]:
+        for group in optimizer.param_groups:
+            master.stepped(group["params"])
+
+
+register_optimizer_step_post_hook(_note_step)

@@ -101,6 +101,25 @@ def usable(model: DataParallel[Any]) -> bool:
     return torch.equal(model(torch.tensor([1.0, 4.0])), torch.tensor([2.0, 5.0]))
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("width", [3, 300])
+def test_weights_are_those_of_now(width: int, inside: bool, executor: Executor) -> None:
+    """After a step, or an edit, that moves no version, of weights that are sent or mapped, also if
+    nothing but `map` runs in between.
+    """
+    net, x = nn.Linear(width, width), torch.ones(4, width)
+    model = DataParallel(net, executor=executor)
+    sgd = torch.optim.SGD
+    optimizer = model.optimizer(sgd, lr=0.1) if inside else sgd(net.parameters(), 0.1, fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close([*model.map([x, x])], [net(x)] * 2)
+        net.bias.data.mul_(2)
+        torch.testing.assert_close([*model.map([x, x])], [net(x)] * 2)
+
+
 def test_whole_batches_have_the_bits_and_the_seeds_of_a_loop_on_one_device(
     executor: Executor,
 ) -> None:
