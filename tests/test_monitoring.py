@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray._private import services
 
 from raydp_parallel import Options, command
 from raydp_parallel.cluster import ray_api, reporter
@@ -241,12 +242,12 @@ def test_dead_clusters_are_found_out_at_once(monkeypatch: pytest.MonkeyPatch) ->
         closed.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_api, "find_gcs_addresses", lambda: [dead])
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: [dead])
     with pytest.raises(ClusterError, match=f"{dead} does not answer.*RAY_AUTH_MODE=token"):
         ray_api.entries()
     real = ray_api._entries
     monkeypatch.setattr(ray_api, "_entries", lambda a: ["{}"] if a == "alive" else real(a))
-    monkeypatch.setattr(ray_api, "find_gcs_addresses", lambda: [dead, "alive"])
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: [dead, "alive"])
     assert ray_api.entries() == ["{}"]
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 import math
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +77,35 @@ def test_a_value_of_the_wrong_kind_is_refused_at_once(name: str, value: Any) -> 
     with pytest.raises(TypeError, match=name) as raised:
         Options(**{name: value})
     assert repr(value) in str(raised.value)
+
+
+def test_a_torch_that_lacks_private_names() -> None:
+    """Is imported all the same, and computes by its public functions."""
+    code = """
+import torch
+torch.compiler.disable = lambda function: function
+for owner, name in (
+    (torch._C, "_get_fp32_precision_getter"),
+    (torch._C._functorch, "peek_interpreter_stack"),
+    (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    (torch.autograd.graph, "_engine_run_backward"),
+    (torch.backends.cuda, "cudnn_sdp_enabled"),
+):
+    delattr(owner, name)
+import raydp_parallel
+from raydp_parallel.devices import ambient
+from raydp_parallel.replica import engine
+context = ambient.capture()
+torch.set_default_dtype(torch.double)
+leaf = torch.ones(2, requires_grad=True)
+with ambient.enter(context):
+    assert torch.get_default_dtype() is torch.float
+    out = raydp_parallel.DataParallel(torch.nn.Identity(), ["cpu"])(leaf * 2)
+    (grad,) = engine.differentiate([out], [torch.ones(2)], [leaf], [1], False, False, False)
+assert grad.tolist() == [2, 2]
+ambient.refuse_transforms()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_defaults_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:

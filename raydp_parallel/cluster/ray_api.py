@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 
 import ray
 from ray._private import worker
-from ray._private.services import find_gcs_addresses
 from ray._private.state import state
 from ray._private.utils import get_ray_address_file, read_ray_address  # type: ignore[attr-defined]
 from ray._private.worker import global_worker
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.util.metrics import Counter as Counter
 from ray.util.metrics import Gauge as Gauge
 from ray.util.placement_group import (
@@ -377,6 +375,8 @@ def entries(address: str | None = None) -> list[str]:
     """Return the entries of a cluster that have a living driver; those of killed ones are deleted.
     Without an address: of the cluster that ``RAY_ADDRESS`` names, or of all that run here.
     """
+    from ray._private.services import find_gcs_addresses  # only `status` needs it
+
     with contextlib.suppress(ImportError, AttributeError):  # an older Ray knows no tokens
         from ray._private.authentication import authentication_token_setup as tokens
 
@@ -403,6 +403,8 @@ def _entries(address: str) -> list[str]:
     """Return the entries of one cluster, in the order of their keys."""
     if why := _silent(address):
         raise ConnectionError(f"{address} {why}")
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
     store: Any = GcsClient(address=address)
     dead = {known.job_id.hex(): known.is_dead for known in store.get_all_job_info().values()}
     found = []

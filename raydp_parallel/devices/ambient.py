@@ -61,11 +61,15 @@ def environment() -> dict[str, str]:
     return {name: one for name, one in chosen if name in VARIABLES or name.startswith("NCCL_")}
 
 
+_LACKING = _Flag(lambda: None, lambda value: None)
+"""Stands for a setting that this torch does not have."""
+
+
 def _deterministic() -> tuple[bool, bool, str]:
-    on = torch._C._get_deterministic_algorithms()
+    on = torch.are_deterministic_algorithms_enabled()
     return (
         on,
-        torch._C._get_deterministic_algorithms_warn_only(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
         os.environ.get(_WORKSPACES, "") if on else "",
     )
 
@@ -87,17 +91,30 @@ def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
         except RuntimeError:
             return None
 
-    return _Flag(read_if_told, lambda value: write(value) if value is not None else None)
+    return _Flag(read_if_told, write)
 
 
-def _setting(name: str) -> _Flag:
-    """A setting of one value or, some in newer versions of torch, of two, by the functions that
-    `torch.backends` calls: its properties take ten times as long.
-    """
-    write: Any = getattr(torch._C, f"_set_{name}")
+def _functions(read: str, write: str) -> _Flag:
+    """A setting of `torch.backends.cuda` by two functions."""
+    cuda = torch.backends.cuda
+    return _Flag(getattr(cuda, read), getattr(cuda, write)) if hasattr(cuda, read) else _LACKING
+
+
+def _property(owner: Any, name: str) -> _Flag:
+    """A setting that is an attribute."""
+    if not hasattr(owner, name):
+        return _LACKING
+    return _Flag(functools.partial(getattr, owner, name), functools.partial(setattr, owner, name))
+
+
+def _reduction(name: str) -> _Flag:
+    """A setting of `torch.backends.cuda.matmul`, which newer versions of torch split in two."""
+    matmul, second = torch.backends.cuda.matmul, f"{name}_split_k"
+    if not hasattr(matmul, second):
+        return _property(matmul, name)
     return _Flag(
-        getattr(torch._C, f"_get_{name}"),
-        lambda value: write(*value) if isinstance(value, tuple) else write(value),
+        lambda: (getattr(matmul, name), getattr(matmul, second)),
+        functools.partial(setattr, matmul, name),
     )
 
 
@@ -123,18 +140,21 @@ _FLAGS = (
         lambda name: torch.set_default_dtype(getattr(torch, name)),
     ),
     _Flag(_deterministic, _set_deterministic),
-    _older(torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    _setting("cudnn_enabled"),
-    _setting("cudnn_benchmark"),
-    _setting("cudnn_deterministic"),
-    _older(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
-    _Flag(torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    _Flag(torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    _Flag(torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    _Flag(torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    _setting("cublas_allow_fp16_reduced_precision_reduction"),
-    _setting("cublas_allow_bf16_reduced_precision_reduction"),
-    _setting("cublas_allow_fp16_accumulation"),
+    _older(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _property(torch.backends.cudnn, "enabled"),
+    _property(torch.backends.cudnn, "benchmark"),
+    _property(torch.backends.cudnn, "deterministic"),
+    _older(
+        lambda: torch.backends.cudnn.allow_tf32,
+        functools.partial(setattr, torch.backends.cudnn, "allow_tf32"),
+    ),
+    _functions("flash_sdp_enabled", "enable_flash_sdp"),
+    _functions("mem_efficient_sdp_enabled", "enable_mem_efficient_sdp"),
+    _functions("math_sdp_enabled", "enable_math_sdp"),
+    _functions("cudnn_sdp_enabled", "enable_cudnn_sdp"),
+    _reduction("allow_fp16_reduced_precision_reduction"),
+    _reduction("allow_bf16_reduced_precision_reduction"),
+    _property(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
     *_precisions(),  # last, because the older settings change these as well
 )
 
@@ -163,7 +183,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
     """
     if _flags() != context.flags:
         for flag, value in zip(_FLAGS, context.flags, strict=True):
-            if flag.read() != value:
+            if value is not None and flag.read() != value:
                 flag.write(value)
     wanted = [enabled for enabled, _ in context.autocast]
     current = [torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES]
@@ -194,11 +214,14 @@ _NO_TRANSFORMS = (
 )
 
 
+_transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+
+
 def refuse_transforms() -> None:
     """Raise an error inside of a transform of `torch.func`: the values that it computes with have
     no bytes that could be sent, and what torch says of that names neither cause nor way out.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _transforms() is not None:
         raise NotImplementedError(_NO_TRANSFORMS)
 
 
@@ -217,8 +240,12 @@ def uncompiled(function: F) -> F:
     `torch.compiler.disable` imports the compiler, which takes seconds; here the same is set without
     that import.
     """
-    eval_frame = torch._C._dynamo.eval_frame
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    try:
+        eval_frame = torch._C._dynamo.eval_frame
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except (AttributeError, TypeError):  # another torch: better a slow import than none
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function

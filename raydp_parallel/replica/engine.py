@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 
+# Another torch may not have it; then the public functions do the work.
+_engine_run_backward: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _GOLDEN = 0x9E3779B97F4A7C15
 _SEED_BITS = (1 << 63) - 1
 
@@ -73,8 +75,8 @@ def _run(
     Both check shapes by means of sympy, whose import takes a third of a second in a new replica.
     Where everything matches there is nothing to check.
     """
-    if all(map(_matches, outputs, grads)):
-        return _engine_run_backward(
+    if _engine_run_backward is not None and all(map(_matches, outputs, grads)):
+        found: Sequence[Tensor | None] = _engine_run_backward(
             tuple(outputs),
             tuple(grads),
             keep,
@@ -83,6 +85,7 @@ def _run(
             allow_unreachable=True,
             accumulate_grad=not wanted,
         )
+        return found
     if wanted:
         return torch.autograd.grad(
             outputs, wanted, grads, retain_graph=keep, create_graph=create, allow_unused=True

@@ -7,14 +7,14 @@ forward would read all of them twice; to note each access costs nothing.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 _METHODS = ("numpy", "__array__", "__dlpack__")
-_PLAIN: Any = vars(torch._C.TensorBase)["data"]
+_PLAIN: Any = inspect.getattr_static(Tensor, "data")
 
 data: Callable[[Tensor], Tensor] = _PLAIN.__get__
 """Returns ``tensor.data``, of which nothing is noted."""
