@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import assert_same_grads, assert_same_state, trio
-from random_programs import Checkpointed
+from random_nets import Checkpointed
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel

@@ -15,7 +15,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from random_programs import made, scale_output, shift_input, squash_grad
+from random_nets import (
+    WIDTH,
+    Checkpointed,
+    Twice,
+    block,
+    made,
+    scale_output,
+    shift_input,
+    squash_grad,
+)
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -50,17 +59,13 @@ class Lower(nn.Linear):
 
 
 class Net(nn.Module):
-    """A small net with buffers; ``fail`` lets chunks with a negative first number fail."""
+    """A random net; ``fail`` lets chunks with a negative first number fail."""
 
-    def __init__(self, width: int, normed: bool, tied: bool) -> None:
+    def __init__(self, draw: random.Random, width: int) -> None:
         super().__init__()
-        norm = nn.BatchNorm1d(width) if normed else nn.Identity()
-        self.body = nn.Sequential(
-            Lower(width, width), nn.Tanh(), norm, nn.Linear(width, width), nn.Tanh()
-        )
-        if tied:
-            self.body[3].weight = self.body[0].weight
-        self.head = nn.Linear(width, 2)
+        first = Lower(width, width), nn.Tanh(), nn.Linear(width, WIDTH)
+        self.body = nn.Sequential(*first, *[block(draw, 2) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 2)
         self.scale = 1.0
 
     def forward(self, x: Tensor, fail: bool = False) -> Tensor:
@@ -71,6 +76,9 @@ class Net(nn.Module):
 
     def negative(self, x: Tensor) -> Tensor:
         return -self(x)
+
+    def has(self, kind: type[nn.Module]) -> bool:
+        return any(isinstance(part, kind) for part in self.modules())
 
 
 def squared(net: nn.Module, x: Tensor) -> Tensor:
@@ -141,10 +149,9 @@ class Program:
         self.inside, self.wrap = inside, wrap
         self.devices = draw.choice((1, 2, 2, 2, 2))
         self.width = draw.choice((3, 3, 96))  # those of 96 x 96 numbers lie in windows
-        tied = draw.random() < 0.25
-        net = made(draw, lambda: Net(self.width, draw.random() < 0.5, tied))
+        net: Net = made(draw, lambda: Net(draw, self.width))
         self.model: Any = wrap(net.double(), self.devices)
-        self.exact = not tied
+        self.exact = not net.has(Twice)
         self.kind, self.fused = draw.choice(KINDS), draw.random() < 0.7
         self.keywords = {"lr": 0.01, **({"fused": True} if self.fused else {})}
         self.keywords |= {"momentum": 0.9} if self.kind is torch.optim.SGD else {"eps": 1e-5}
@@ -182,6 +189,15 @@ class Program:
     def tensor(self, draw: random.Random) -> Tensor:
         buffers = [b for b in self.net.buffers() if b.is_floating_point()]
         return draw.choice([*self.net.parameters(), *buffers])
+
+    def harmless(self) -> set[str]:
+        """After these actions the backward of a kept graph is the same on both sides. A graph in a
+        replica keeps small weights and buffers of its forward, where the plain module's may see
+        those of today (row B11), and so may a checkpoint.
+        """
+        if self.net.has(Checkpointed):
+            return {"keep", "kept"}
+        return _HARMLESS if self.fused else _HARMLESS | {"train", "step"}
 
     def look(self, draw: random.Random) -> Parts:
         """Read everything, in any order."""
@@ -333,17 +349,20 @@ def freeze(p: Program, draw: random.Random) -> None:
 
 
 def replace(p: Program, draw: random.Random) -> None:
-    layer = made(draw, lambda: nn.Linear(p.width, p.width)).double()
-    p.net.body[draw.choice((0, 3))] = layer
+    at = draw.choice((0, 3, 4, 5))
+    layer = made(draw, lambda: block(draw, 1) if at else nn.Linear(p.width, p.width)).double()
+    p.exact = p.exact and not p.net.has(Twice)
+    p.net.body[at] = layer
+    p.exact = p.exact and not p.net.has(Twice)
     how = draw.randrange(3)
     if how == 0:
         p.new_optimizer()
-    elif how == 1:
+    elif how == 1 and [*layer.parameters()]:
         p.optimizer.add_param_group({"params": layer.parameters()})
 
 
 def take_out(p: Program, draw: random.Random) -> Parts:
-    at = draw.randrange(5)
+    at = draw.choice((0, 1, 3, 4, 5))
     layer, p.net.body[at] = p.net.body[at], nn.Identity()
     with torch.set_grad_enabled(draw.random() < 0.5):
         yield "output", p.model(p.batch(draw))
@@ -483,13 +502,10 @@ ACTIONS: dict[str, Callable[[Program, random.Random], Parts | None]] = {
     )
 }
 
-_KEEPS = {
+_HARMLESS = {
     *("keep", "kept", "evaluate", "map_batches", "accumulate", "failing", "edit", "freeze"),
     *("replace", "take_out", "attribute", "hook", "zero", "clip", "edit_grad"),
 }
-"""After these a graph's backward is the same on both sides. A graph in a replica keeps small
-weights and buffers of its forward, where the plain module's may see those of today (row B11).
-"""
 
 
 def sequence(seed: int, length: int) -> list[Step]:
@@ -498,8 +514,8 @@ def sequence(seed: int, length: int) -> list[Step]:
     names = [*ACTIONS, *["train", "accumulate"] * 3]
     row: list[Step] = []
     for _ in range(length):
-        ends_soon = row and row[-1].action in _KEEPS and draw.random() < 0.5
-        name = draw.choice(sorted(_KEEPS) if ends_soon else names)
+        goes_on = row and row[-1].action in _HARMLESS and draw.random() < 0.5
+        name = draw.choice(sorted(_HARMLESS) if goes_on else names)
         row.append(Step(name, draw.randrange(1 << 30), draw.random() < 0.4))
     return row
 
@@ -518,7 +534,7 @@ def play(seed: int, inside: bool, steps: list[Step], wrap: Wrap) -> list[Seen]:
             p.losses.clear()
             for weight in p.net.parameters():  # a backward that fails has done a part upstream
                 weight.grad = None
-        if one.action not in (_KEEPS if p.fused else _KEEPS | {"train", "step"}):
+        if one.action not in p.harmless():
             p.losses.clear()
         if one.look:
             for what, value in p.look(draw):
