@@ -346,17 +346,6 @@ def test_C11_the_wrapped_module_can_be_swapped() -> None:
     assert same_outputs(three, batch()).shape == (6, 5)
 
 
-def test_C11_zero_grad_and_parameters_are_the_masters() -> None:
-    """The optimizer's parameters are the master's own objects; zero_grad clears their gradients."""
-    net = Net()
-    model = DataParallel(net, TWO)
-    assert all(a is b for a, b in zip(model.parameters(), net.parameters(), strict=True))
-    model(batch()).sum().backward()
-    assert all(p.grad is not None for p in net.parameters())
-    model.zero_grad()
-    assert all(p.grad is None for p in net.parameters())
-
-
 # --- C12, C13 ---
 
 

@@ -7,7 +7,6 @@ it, too.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -122,20 +121,6 @@ def squash_grad(_module: nn.Module, grads: Any, _outputs: Any) -> Any:
     return tuple(None if grad is None else grad * 0.5 for grad in grads)
 
 
-def normed(draw: random.Random) -> nn.Module:
-    """A layer with a weight that is computed, in the old way or the new."""
-    how = draw.choice(("weight", "old weight", "spectral", "old spectral"))
-    wrap: dict[str, Callable[[nn.Module], Any]] = {
-        "weight": parametrizations.weight_norm,
-        "old weight": nn.utils.weight_norm,
-        "spectral": parametrizations.spectral_norm,
-        "old spectral": nn.utils.spectral_norm,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return wrap[how](nn.Linear(WIDTH, WIDTH))
-
-
 def block(draw: random.Random, depth: int) -> nn.Module:
     """A module that keeps the width."""
     kinds: dict[str, Callable[[], nn.Module]] = {
@@ -146,7 +131,7 @@ def block(draw: random.Random, depth: int) -> nn.Module:
         "twice": lambda: Twice(draw.random() < 0.5),
         "clipped": Clipped,
         "running": lambda: Running(draw.random() < 0.5),
-        "computed": lambda: normed(draw),
+        "weight norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     }
     deep: dict[str, Callable[[], nn.Module]] = {
         "sequence": lambda: nn.Sequential(*blocks()),
