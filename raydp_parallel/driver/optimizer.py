@@ -108,6 +108,12 @@ class _InReplicas:
         for group in self.param_groups:
             yield from group["params"]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which the replicas train from here on."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if self._resident is not None and self.number in self._resident.optimizers:
+            self._resident.add(self)  # at once: a parameter may have left by the next step
+
     def regrouped(self, number: Callable[[Tensor], int | None]) -> bool:
         """Tell if groups have other parameters than when the replicas got them, or parameters that
         have left the module, or come back.

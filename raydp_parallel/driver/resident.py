@@ -402,11 +402,14 @@ class Resident:
         """Return the norm of the gradients, which stay where they are; the step scales them."""
         with self._executor.trip():
             self.collect()
+            if optimizer.regrouped(self._master.slot):
+                self.add(optimizer)
             plan = self._planned(optimizer, [{} for _ in optimizer.param_groups], norm_type)
             step = plan.step
-            if step.given or step.scale is not None or not self._chunks(step, self._members()):
-                # They come here anyway.
-                params = [p for _, p in self._numbered(optimizer)]
+            params = [*optimizer.parameters()]
+            left = any(self._master.slot(p) is None and p.grad is not None for p in params)
+            apart = left or step.given or step.scale is not None
+            if apart or not self._chunks(step, self._members()):  # they come here anyway
                 limit = math.inf if most is None else most
                 return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error)
             self._send(plan)
