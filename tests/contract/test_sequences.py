@@ -13,7 +13,7 @@ from torch import nn
 
 from raydp_parallel import DataParallel, Executor
 
-SHORT, ALL, LENGTH = 0, 150, 30
+SHORT, ALL, LENGTH = 5, 150, 30
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["driver", "replicas"])
