@@ -38,6 +38,9 @@ _LOCKS: dict[type, Callable[[], Any]] = {
 }
 _GETSTATE = getattr(object, "__getstate__", None), getattr(nn.Module, "__getstate__", None)
 
+_FLAG = "_is_replica"
+"""Upstream's mark of a replica's modules, which lets `zero_grad` warn; it is no part of a look."""
+
 _REFUSED = "Cannot replicate network where python modules are children of ScriptModule"
 
 _building = threading.local()
@@ -164,6 +167,8 @@ def build(
         module: nn.Module = pickle.loads(structure)
     finally:
         vars(_building).clear()
+    for part in module.modules():
+        vars(part)[_FLAG] = True
     _enter_recorded(module)
     return module, used
 
@@ -235,6 +240,7 @@ def _reduce_module(module: nn.Module) -> Any:
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         names = tuple(module.parametrizations)  # type: ignore[arg-type]
         state = {k: v for k, v in vars(module).items() if k not in _HOOKS or v}
+        state.pop(_FLAG, None)
         return _new_parametrized, (kind.__mro__[1], names), state, None, None, _set_state
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
         return None
@@ -244,6 +250,7 @@ def _reduce_module(module: nn.Module) -> Any:
         return None
     state = state.copy()
     state.pop("_compiled_call_impl", None)  # as torch's own __getstate__
+    state.pop(_FLAG, None)
     for name in _HOOKS:  # here: a function would be one more call for each module
         if not state.get(name, True):
             del state[name]

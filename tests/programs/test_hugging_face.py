@@ -91,7 +91,10 @@ def test_the_trainer_s_losses(kind: str, settings: dict[str, Any], tmp_path: Pat
     """
     expected = fit(fresh(kind), kind, tmp_path / "plain", **settings)
     net = fresh(kind)
-    found = fit(DataParallel(net, ["cpu", "cpu"]), kind, tmp_path / "ours", **settings)
+    model = DataParallel(net, ["cpu", "cpu"])
+    reruns = model.executor.stats().reruns
+    found = fit(model, kind, tmp_path / "ours", **settings)
+    assert model.executor.stats().reruns == reruns  # its default optimizer is a fused one
     close = 1e-2 if "bf16" in settings else 1e-4
     count = len(expected) if "label_names" in settings else 8
     assert found == pytest.approx(expected[:count], rel=close)
