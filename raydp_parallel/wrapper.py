@@ -568,7 +568,9 @@ class DataParallel(nn.DataParallel[T]):
             called: Any = self._loss
             if called is not None:
                 called = called.for_chunks(len(chunks), self.dim)
-            slots, rows, waits = self.executor.slots(ids), [], []
+            slots = self.executor.slots(ids)
+            rows: list[int] = []
+            waits: list[Any] = []
             for i, (a, k) in enumerate(zip(chunks, chunk_kwargs, strict=True), first):
                 replica_ = functional.RemoteReplica(
                     self.module, ids[i], slots[i], self.executor, True, called

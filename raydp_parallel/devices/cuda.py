@@ -52,6 +52,11 @@ class Hello(NamedTuple):
     cores: int = 0
     near: bool = False
 
+    @property
+    def maps(self) -> bool:
+        """True if its device is this machine's own memory, which it maps."""
+        return self.near and self.device == "cpu"
+
 
 def take_given(kind: str, ids: Sequence[str]) -> torch.device:
     """Take the device that Ray gave this process, and start CUDA there.

@@ -117,6 +117,43 @@ def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
     return stream
 
 
+@torch.no_grad()
+def copy_down(run: Tensor, window: Any, begin: int, end: int) -> None:
+    """Copy a part of a GPU's run of bytes to a window of its size, and wait until it is there."""
+    stream, there = torch.cuda.current_stream(run.device), window.memory[begin:end]
+    direct = _registered(window, run.device)
+    host = there if direct else _staging(run.device, "down", end - begin)
+    host.copy_(run[begin:end], non_blocking=True)
+    stream.synchronize()
+    if not direct:
+        there.copy_(host)
+
+
+@torch.no_grad()
+def copy_up(window: Any, run: Tensor, begin: int, end: int) -> None:
+    """Copy a part of a window to a GPU's run; `wait_for_readers` waits until it was read."""
+    stream, there = torch.cuda.current_stream(run.device), window.memory[begin:end]
+    if _registered(window, run.device):
+        _readers.append(stream)
+        run[begin:end].copy_(there, non_blocking=True)
+    else:
+        host = _staging(run.device, "up", end - begin, stream)
+        host.copy_(there)
+        run[begin:end].copy_(host, non_blocking=True)
+
+
+_readers: list[Any] = []
+"""Streams that may still read a window that the other process writes to after its next frame."""
+
+
+def wait_for_readers(waited: Any) -> None:
+    """Wait for all streams that read windows, but one that was waited for."""
+    while _readers:
+        stream = _readers.pop()
+        if stream != waited:
+            stream.synchronize()
+
+
 def _copy_some(into: list[Tensor], tensors: list[Tensor], chosen: list[int]) -> None:
     if len(chosen) < len(tensors):
         into, tensors = [into[i] for i in chosen], [tensors[i] for i in chosen]

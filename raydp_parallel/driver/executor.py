@@ -29,9 +29,7 @@ from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
-from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import ExchangeRequest, Forget, StateUpdate
-from raydp_parallel.wire.windows import specs_of
 
 log = logging.getLogger("raydp_parallel")
 
@@ -153,20 +151,25 @@ class Executor:
             weights: Contents in the place of the master's.
             place: The place in a group whose root passes contents on.
         """
-        hello = slot.client.hello
-        maps = hello.near and hello.device == "cpu"
-        if not maps:
-            master.compare_all()
-        update = master.update_from(slot.revisions.get(master.number, 0), maps, weights)
-        if update is not None:
-            if place is not None:
-                update = update._replace(spread=(place, tuple(specs_of(update.contents))))
-                if place.rank != place.root:
-                    update = update._replace(contents=Row())
-            totals = self.replica_set.recorder.totals
-            totals.state_sends += 1
-            for t in update.contents:
-                totals.state_bytes += t.numel() * t.element_size()
+        client = slot.client
+        maps = client.hello.maps
+        shared = client.hello.near and (client.link != "ipc" or master.home.type == "cpu")
+        if shared and master.behind(maps):  # see [Note: who reads a run]
+            for other in self.replica_set.ready():
+                if other is not slot and other.client and other.client.hello.maps == maps:
+                    self.dispatcher.settle(other)
+        revision = slot.revisions.get(master.number, 0)
+        update = master.update_from(revision, maps, shared, weights)
+        if update is None:
+            return None
+        totals = self.replica_set.recorder.totals
+        totals.state_sends += 1
+        if place is None or place.rank == place.root:
+            totals.state_bytes += update.size
+        if place is not None:
+            update = update._replace(spread=place)
+            if place.rank != place.root:
+                update = update._replace(parts=())
         return update
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:

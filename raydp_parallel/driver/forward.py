@@ -295,9 +295,13 @@ def _answered(
             one.first = one.master.number not in seen
             seen.add(one.master.number)
         places = groups.places(executor, chunks)
+        code = any(one.sends_code for one in runs)
         while True:
+            late: list[Master] = []  # which are looked at while replicas run
+            if places is None and not code:
+                late = [master for master in masters.values() if master.steady]
             for master in masters.values():
-                _look(master, any(one.sends_code for one in runs))  # [2] look
+                _look(master, code, master not in late)  # [2] look
             marks = {number: master.mark() for number, master in masters.items()}
             for one in runs:
                 if one.master.resident is not None:  # in time: chunks may wait for each other
@@ -313,8 +317,9 @@ def _answered(
             calls = [one.call() for one in runs]
             edited: list[bool] = []
 
-            def verify(edited: list[bool] = edited) -> None:
+            def verify(edited: list[bool] = edited, late: list[Master] = late) -> None:
                 edited.extend(master.verify() for master in masters.values())  # [5] verify
+                edited.extend(master.differs() for master in late)
 
             leave = functools.partial(groups.forget, executor) if places or spread else None
             try:
@@ -325,7 +330,7 @@ def _answered(
                 raise
             if not any(edited):
                 break
-            # Contents had changed behind their versions: the same forward, with these.
+            # The structure, or contents behind their versions: the same forward, with these.
             executor.replica_set.recorder.totals.reruns += 1
         executor.replica_set.recorder.totals.forwards += 1
         # Also where another chunk raises: upstream's replica 0 wrote to the master itself (row R6).
@@ -345,11 +350,13 @@ def _answered(
         return runs, answers, handle, places
 
 
-def _look(master: Master, code: bool) -> None:
-    """Look at a module, after the steps that replicas make of it."""
+def _look(master: Master, code: bool, first: bool = True) -> None:
+    """Look at a module, after the steps that replicas make of it: at its structure, too, if that
+    comes first.
+    """
     if master.resident is not None:
         master.resident.collect()
-    master.sync(code)
+    master.sync(code, first)
     if master.edited:
         master.resident.lend()
 
@@ -435,15 +442,6 @@ def _attach(
     kinds: list[str] = []
     known: dict[int, int] = {}
 
-    def enter(t: Tensor, kind: str, there: bool) -> int | None:
-        if not there:
-            return None
-        if id(t) not in known:
-            known[id(t)] = len(leaves)
-            leaves.append(t)
-            kinds.append(kind)
-        return known[id(t)]
-
     marks = {one.master.number: one.master.mark() for one in runs}
     alike: dict[tuple[int, bool], list[int | None]] = {}  # where chunks reach the same leaves
     parts: list[Part | None] = []
@@ -453,17 +451,27 @@ def _attach(
             continue
         reached = iter(answer.reached)
         master, detach = one.master, one.chunk.detach
-        own = alike.get((master.number, detach))
+        own, told = alike.get((master.number, detach)), False
+        found: list[tuple[Tensor, str, bool]] = []
+        for t, kind in master.leaves() if own is None else ():
+            asks = one.optional or kind == "attribute"
+            told = told or asks
+            there = next(reached) if asks else True
+            found.append((t, kind, there and not detach))
+        count = len(found)
+        found += [(t, "input", next(reached)) for t in one.inputs]
+        numbers: list[int | None] = []
+        for t, kind, there in found:
+            if there and id(t) not in known:
+                known[id(t)] = len(leaves)
+                leaves.append(t)
+                kinds.append(kind)
+            numbers.append(known[id(t)] if there else None)
+        inputs = numbers[count:]
         if own is None:
-            own, told = [], False
-            for t, kind in master.leaves():
-                asks = one.optional or kind == "attribute"
-                told = told or asks
-                there = next(reached) if asks else True
-                own.append(enter(t, kind, there and not detach))
+            own = numbers[:count]
             if not told:
                 alike[master.number, detach] = own
-        inputs = [enter(t, "input", next(reached)) for t in one.inputs]
         mark = marks[master.number]
         where = one.chunk.where
         parts.append(Part(one.graph, one.chunk.slot, master, mark, own, inputs, one.first, where))

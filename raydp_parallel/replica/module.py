@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import pickle
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.devices.memory import copy_row
+from raydp_parallel.devices.memory import copy_row, copy_up
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Codes, build, look
 from raydp_parallel.state.mirror import same, set_versions, versions_of
 from raydp_parallel.wire.codec import Row
-from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Writes
+from raydp_parallel.wire.messages import RunSpec, SlotSpec, StateNews, StateUpdate, Writes
 from raydp_parallel.wire.windows import ALIGN, Layout, Spec, Window, is_dense, specs_of
 
 _SMALL = 1 << 20
@@ -80,7 +80,9 @@ class Built:
             for name, t in part._buffers.items():
                 registered.add(id(t))
                 slot = number.get(id(t), _CHANGED)
-                if slot in pristine and t is not None and _plain(t) and is_dense(t):
+                if t is None or slot not in pristine or not _plain(t) or not is_dense(t):
+                    continue
+                if t.nbytes <= _SMALL:
                     self.places.append((part._buffers, name, slot))
         self.attributes = {
             slot
@@ -220,6 +222,10 @@ class ReplicaModule:
         self._versions: dict[int, int] = {}
         self._windows: dict[int, tuple[Window, Window]] = {}
         self._tensors: dict[int, Tensor] = {}
+        # The run in which contents come: where this process sees it, and its tensors by slot.
+        self._window: Window | None = None
+        self._run = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._shown: dict[int, Tensor] = {}
         self._pristine: dict[int, Tensor] = {}
         self._lost: set[int] = set()
         self._built: Built | None = None
@@ -231,14 +237,21 @@ class ReplicaModule:
         """True if contents were lost that only the driver has."""
         return bool(self._lost) or self.revision < 0
 
-    def update(self, news: StateUpdate) -> None:
-        """Take the master's changes over."""
+    def update(self, update: StateUpdate, spread: Callable[[Tensor], None] | None) -> None:
+        """Take the master's changes over.
+
+        Args:
+            update: The changes.
+            spread: Copies a part of the run to all members of the group, or from its root; None
+                if each replica gets its own.
+        """
         self.revision = -1  # until all is done: an update that failed is asked for again, whole
+        news: StateNews = pickle.loads(update.news)
         if news.sources is not None:
             sources.follow(news.sources)
         if news.code is not None:
             self._codes.update(pickle.loads(news.code))
-        for key, window in news.windows.items():
+        for key, window in update.windows.items():
             # The module sees a private mapping, in which its writes stay; the other one shows the
             # master's contents at any time.
             shared = Window(window.size, window.duplicate())
@@ -247,39 +260,86 @@ class ReplicaModule:
             self._structure = news.structure
             self._clean_look = b""
             self._built = None
-        given = {*news.slots}
+        if news.run is not None:
+            self._lay(news.run, update.window)
+        self._bring(news.ranges, update, spread)
+        contents = dict(zip(news.slots, update.contents, strict=True))
+        for slot in news.versions:
+            if slot in self._shown:
+                contents.setdefault(slot, self._shown[slot])
         for slot, spec in news.specs.items():
             before = self._specs.get(slot)
             self._specs[slot] = spec
             self._built = None
             if spec.window is not None:
                 self._tensors[slot] = self._made(slot, self._in_window(slot, master=False))
-            elif slot not in given and before is not None:  # another flag
+            elif slot not in contents and before is not None:  # another flag
                 self._tensors[slot] = self._made(slot, self._tensors[slot].detach())
         into: list[Tensor] = []
         values: list[Tensor] = []
-        for slot, value in zip(news.slots, news.contents, strict=True):
+        for slot, value in contents.items():
             old, kept = self._tensors.get(slot), self._pristine.get(slot)
+            shown = self._shown.get(slot)
             odd = type(value) is not Tensor or value.layout is not torch.strided or value.is_nested
             if slot in news.specs or old is None or odd or old.is_inference():
                 self._tensors[slot] = self._made(slot, value.detach().clone())
                 self._pristine.pop(slot, None)
-                if value.numel() * value.element_size() <= _SMALL:
+                if shown is not None:
+                    self._pristine[slot] = shown
+                elif value.numel() * value.element_size() <= _SMALL:
                     self._pristine[slot] = value.detach().clone()
                 self._built = None
                 continue
             # In the place of the last values: graphs that saved these see it by their versions.
             into.append(old)
             values.append(value)
-            if kept is not None:
+            if kept is not None and kept is not shown:
                 into.append(kept)
                 values.append(value)
-        self._lost -= given
+        self._lost -= contents.keys()
         copy_row(into, values)
         # Versions are the master's own numbers: torch's check of saved tensors finds the same here.
         self._versions.update(news.versions)
         set_versions([self._tensors[slot] for slot in news.versions], news.versions.values())
-        self.revision = news.revision
+        self.revision = update.revision
+
+    def _lay(self, spec: RunSpec, window: Window | None) -> None:
+        """Lay out the run in which contents come from now on: in memory of the driver's, if that is
+        mapped and this is its device, else in memory of this replica's.
+        """
+        layout = Layout(spec.specs, cuts=spec.cuts)
+        self._window = None
+        if window is not None:
+            self._window = Window(window.size, window.duplicate())
+        if self._window is not None and self.device.type == "cpu":
+            self._run = self._window.memory[: layout.size]
+        else:
+            self._run = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
+        before, self._shown = (
+            self._shown,
+            dict(zip(spec.slots, layout.views(self._run), strict=True)),
+        )
+        for slot, view in before.items():
+            if self._pristine.get(slot) is view and slot in self._shown:
+                self._pristine[slot] = self._shown[slot]
+
+    def _bring(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        update: StateUpdate,
+        spread: Callable[[Tensor], None] | None,
+    ) -> None:
+        """Bring what changed of the run to this replica's memory."""
+        if self._window is not None and self.device.type == "cpu":
+            return  # it is there
+        takes = update.spread is None or update.spread.rank == update.spread.root
+        for i, (begin, end) in enumerate(ranges):
+            if takes and self._window is not None:
+                copy_up(self._window, self._run, begin, end)
+            elif takes:
+                self._run[begin:end].copy_(update.parts[i])
+            if spread is not None:
+                spread(self._run[begin:end])
 
     def _made(self, slot: int, value: Tensor) -> Tensor:
         spec = self._specs[slot]

@@ -7,6 +7,7 @@ that follow from the call's seed and the chunk. So it does not matter which repl
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import batch
-from raydp_parallel.devices import ambient, memory, threads
+from raydp_parallel.devices import ambient, threads
 from raydp_parallel.replica import engine, exceptions, sync_batch_norm
 from raydp_parallel.replica.module import Built, Found, ReplicaModule
 from raydp_parallel.replica.resident import Resident
@@ -38,7 +39,6 @@ from raydp_parallel.wire.messages import (
     StateUpdate,
     Writes,
 )
-from raydp_parallel.wire.windows import Layout
 
 _own_process = False
 
@@ -167,24 +167,19 @@ class Replica:
             module = self.models[number] = ReplicaModule(self.device, _own_process)
         if update is not None:
             try:
-                module.update(self._received(update))  # [4] run
+                self._update(module, update)  # [4] run
             except (Abandoned, Differing):
                 module.revision = -1  # which asks for all, without the group
         return module
 
-    def _received(self, update: StateUpdate) -> StateUpdate:
-        """Take contents from the group's root, or pass them on, in one run of memory."""
-        if update.spread is None:
-            return update
-        place, specs = update.spread
-        layout, exchange = Layout(specs), self._exchange(place)
+    def _update(self, module: ReplicaModule, update: StateUpdate) -> None:
+        place = update.spread
+        if place is None:
+            module.update(update, None)
+            return
+        exchange = self._exchange(place)
         with sync_batch_norm.taking_part(exchange, layers=False):
-            run = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
-            views = layout.views(run)
-            if update.contents:
-                memory.copy_row(views, update.contents)
-            exchange.spread(run, place.root)
-        return update._replace(contents=Row(views, flags=False))
+            module.update(update, functools.partial(exchange.spread, root=place.root))
 
     def forward(self, request: ForwardRequest) -> Answer:
         """Run one chunk."""

@@ -11,6 +11,7 @@ sent but their versions.
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -25,18 +26,19 @@ from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state import sources
 from raydp_parallel.state.lagging import PLAINLY, Lagging, plainly
 from raydp_parallel.state.look import Codes, check_devices, look
+from raydp_parallel.state.run import SMALL, StateRun
+from raydp_parallel.state.run import bits as plain_bits
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Row
-from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Writes
+from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
 from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense, specs_of
 
-MAPPED = 1 << 16
-"""Bytes from which on a tensor lies in a window: smaller ones travel as fast in the message."""
+MAPPED = SMALL
+"""Bytes from which on a tensor lies in a window: smaller ones are copied as fast."""
 
 _MOST_WINDOWS = 16
 
 _CPU = torch.device("cpu")
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
@@ -93,9 +95,7 @@ def bits(t: Tensor) -> Tensor:
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    return t.view(_BITS[t.dtype.itemsize])
+    return plain_bits(t)
 
 
 def _shadow(t: Tensor) -> Tensor:
@@ -165,9 +165,7 @@ class Master:
     Attributes:
         revision: The number of its states so far.
         tensors: Its tensors, by slot.
-        fresh: The slots with contents that the last `sync` found changed.
         kinds: The kind of each: ``"parameter"``, ``"buffer"``, or ``"attribute"`` for others.
-        compares: True if some replica does not map the windows, so that all is compared.
         resident: Trains it in the replicas; None if nothing does.
         trained: The slots of parameters that are trained there.
         lagging: Those of which the values are there; writes to their memory here do not count.
@@ -180,16 +178,15 @@ class Master:
         self._module = weakref.ref(module)
         self.revision = 0
         self.tensors: dict[int, Tensor] = {}
-        self.compares = False
         self.resident: Any = None
         self.trained: set[int] = set()
         self.lagging: set[int] = set()
         self.edited = False
         self.alike = True
-        self.fresh: set[int] = set()
         self._slots: dict[int, int] = {}
         self._next = 0
         self._structure = b""
+        self._steady = self._training = False
         self.structure_at = 0
         self._codes, self._code_at = Codes(), list[int]()
         self._sources = sources.Sent()
@@ -199,11 +196,18 @@ class Master:
         self._places: dict[int, tuple[int, int]] = {}
         self._windows: dict[int, Window] = {}
         self._moved_out: set[int] = set()
+        self._plain: set[int] = set()  # those that a run may hold
+        # Contents as they were last sent: by whether replicas map the large ones, and by slot for
+        # those that lie in no run.
+        self._runs: dict[bool, StateRun] = {}
         self._shadows: dict[int, Tensor] = {}
-        self._plain: set[int] = set()
+        self._laid_at = 0  # since when a run may have to hold other tensors
+        self._checked: dict[bool, int] = {}
+        self._updates: dict[tuple[int, bool, bool], StateUpdate] = {}
         self._last_copies: dict[int, Tensor] = {}
         self._last_like: list[Any] = []
         self._dirty: set[int] = set()
+        self._fresh: set[int] = set()  # with contents that the last `sync` found changed
         self.written: dict[int, int] = {}
         self.kinds: dict[int, str] = {}
         self._leaves: list[tuple[Tensor, str]] | None = None
@@ -223,13 +227,21 @@ class Master:
 
     # Look.
 
-    def sync(self, code: bool = False) -> None:
-        """Find out what changed since the last look, and number the state if something did.
-
-        Args:
-            code: True if a function is sent besides, whose module may be new.
+    @property
+    def steady(self) -> bool:
+        """True if replicas may begin before the module is looked at: the last look found nothing
+        new, and the module is in the mode that it was in then. A program that edits its module in
+        each step is looked at first, and pays for no forward that runs again.
         """
+        return self._steady and self.module.training == self._training
+
+    def differs(self) -> bool:
+        """Look at the module while replicas run; tell if they should have what it is now."""
         found: dict[int, Tensor] = {}
+        return self._look(found) != self._structure or found.keys() != self.tensors.keys()
+
+    def _look(self, found: dict[int, Tensor]) -> bytes:
+        """Pickle the module without contents of tensors, which are listed by slot."""
 
         def slot(tensor: Tensor) -> int:
             # Ids come again when a tensor dies, so the slot's own tensor is compared.
@@ -240,23 +252,38 @@ class Master:
             found[number] = tensor
             return number
 
+        self._steady = False
+        self._training = self.module.training
         structure = look(self.module, slot, self._codes)
-        if structure != self._structure or found.keys() != self.tensors.keys():
-            self._restructure(found)
-            self.revision += 1
-            self.structure_at = self.revision
-            self._sources.look(self.revision)
-            self._code_at += [self.revision] * (len(self._codes.kept) - len(self._code_at))
-            self._structure = structure  # last: Ctrl-C before makes the next look begin again
-        elif code and self._sources.look(self.revision + 1):
-            self.revision += 1
+        self._steady = structure == self._structure and found.keys() == self.tensors.keys()
+        return structure
+
+    def sync(self, code: bool = False, first: bool = True) -> None:
+        """Find out what changed since the last look, and number the state if something did.
+
+        Args:
+            code: True if a function is sent besides, whose module may be new.
+            first: True to look at the structure, too; `differs` does that later otherwise.
+        """
+        if first:
+            found: dict[int, Tensor] = {}
+            structure = self._look(found)
+            if not self._steady:
+                self._restructure(found)
+                self.revision += 1
+                self.structure_at = self.revision
+                self._sources.look(self.revision)
+                self._code_at += [self.revision] * (len(self._codes.kept) - len(self._code_at))
+                self._structure = structure  # last: Ctrl-C before makes the next look begin again
+            elif code and self._sources.look(self.revision + 1):
+                self.revision += 1
         row = list(self.tensors.values())
         for kind in {*map(type, row)}:  # what other models' replicas train is fetched
             if issubclass(kind, Lagging) and kind.source is not self.resident:
                 kind.source.pull()
         # Lists are compared whole, in C: mostly nothing changed, or all did, by an optimizer.
         now = PLAINLY(_seen, (), (row,))
-        self.fresh = set()
+        self._fresh = set()
         if now != self._seen or self._dirty or len(self._content_at) != len(row):
             self._compare(now)
 
@@ -279,6 +306,7 @@ class Master:
             self.kinds[number] = "parameter" if isinstance(tensor, nn.Parameter) else plain
         self.tensors = found  # another dict: marks keep the one before
         self.written = {n: by for n, by in self.written.items() if n in found}
+        self._laid_at = self.revision + 1
         used = {key for key, _ in self._places.values()}
         self._windows = {key: window for key, window in self._windows.items() if key in used}
 
@@ -302,6 +330,7 @@ class Master:
                 self._spec_at[number] = self.revision
                 if self._places.pop(number, None) is not None:
                     self._moved_out.add(number)  # it may move again: from now on it is sent
+                    self._laid_at = self.revision
             if (
                 number not in self._places
                 and (new or contents)
@@ -311,7 +340,7 @@ class Master:
             written = now.versions[i] != then.versions[i] or now.addresses[i] != then.addresses[i]
             if (contents or written or number in self._dirty) and number not in self.lagging:
                 self._content_at[number] = self.revision
-                self.fresh.add(number)
+                self._fresh.add(number)
                 self.edited = self.edited or number in self.trained
         if grown:
             if len(self._windows) >= _MOST_WINDOWS:  # a new replica gets all in one message
@@ -323,25 +352,30 @@ class Master:
             # The addresses that `_map` gave are no edits of the program's.
             now = now._replace(addresses=_addresses([*self.tensors.values()]))
         if now.geometry != then.geometry or not self._plain:
-            self._plain = {n for n, t in self.tensors.items() if _is_plain(t)}
-        self._keep_copies(self.fresh)
+            self._plain = set()
+            for number, tensor in self.tensors.items():
+                if _is_plain(tensor) and is_dense(tensor) and tensor.device == self.home:
+                    self._plain.add(number)
+                    if number not in self.trained:
+                        self._shadows.pop(number, None)
+            self._laid_at = self.revision
+        self._keep_copies(self._fresh - self._in_runs())
         self._dirty.clear()
         self._seen = now
 
     def _keep_copies(self, numbers: Iterable[int]) -> None:
-        """Copy what is sent: `verify` compares the next forward's contents with it."""
-        into, values = [], []
+        """Copy contents that lie in no run, to compare those of the next forward with them."""
         for number in numbers:
-            if self.compares or number not in self._places:
-                t, shadow = self.tensors[number], self._shadows.get(number)
-                fits = shadow is not None and shadow.dtype == t.dtype  # .half() changes it
-                plain = number in self._plain
-                if shadow is not None and fits and shadow.shape == t.shape and plain:
-                    into.append(shadow)
-                    values.append(t)
-                else:
-                    self._shadows[number] = _shadow(t)
-        copy_row(into, values)
+            t, shadow = self.tensors[number], self._shadows.get(number)
+            if (
+                shadow is not None
+                and shadow.dtype == t.dtype
+                and shadow.shape == t.shape
+                and number in self._plain
+            ):
+                shadow.copy_(t.detach())
+            else:
+                self._shadows[number] = _shadow(t)
 
     def leaves(self) -> list[tuple[Tensor, str]]:
         """List the tensors that require a gradient, by slot, with their kinds."""
@@ -397,6 +431,7 @@ class Master:
             self._moved_out.add(number)
             self._places.pop(number, None)
         self.revision += 1
+        self._laid_at = self.revision
         self._spec_at.update(dict.fromkeys(slots, self.revision))
         self._dirty |= slots  # which makes copies to compare with
 
@@ -416,32 +451,86 @@ class Master:
 
     # What replicas need.
 
+    def _in_runs(self) -> set[int]:
+        return self._plain - self.trained
+
+    def run(self, maps: bool) -> StateRun | None:
+        """Return the run with the contents of now; None without plain tensors.
+
+        Args:
+            maps: True for replicas that map large tensors.
+        """
+        run = self._runs.get(maps)
+        if run is None or self._checked[maps] < self._laid_at:
+            found = {}
+            mine = self._in_runs()
+            for number, tensor in self.tensors.items():
+                if number in mine and not (maps and number in self._places):
+                    found[number] = tensor
+            if not found:
+                self._runs.pop(maps, None)
+                return None
+            if run is None or not run.fits(found):
+                sent = {}  # as edits that are still to be found must not slip in
+                if run is not None:
+                    for number, view in run.views.items():
+                        if self._content_at.get(number, 0) <= run.revision:
+                            sent[number] = view
+                run = self._runs[maps] = StateRun(self.revision, found, sent)
+            self._checked[maps] = self._laid_at
+        if run.revision < self.revision:
+            late = [n for n in run.spec.slots if self._content_at[n] > run.revision]
+            run.take(late, self.tensors, self.revision)
+        return run
+
+    def behind(self, maps: bool) -> bool:
+        """Tell if a run is to be written to before replicas get the contents of now."""
+        return maps not in self._runs or self._runs[maps].revision < self.revision
+
     def lacking(self, slots: Sequence[Any]) -> int:
-        """Count the bytes that all replicas lack, if that can lie in one run of memory."""
+        """Count the bytes that all replicas lack, if these lie in a run."""
         known = {slot.revisions.get(self.number, 0) for slot in slots}
         if len(known) > 1 or self.resident is not None:
             return 0
-        found = [(n, t) for n, t in self.tensors.items() if self._content_at[n] > max(known)]
-        if not all([n in self._plain and is_dense(t) for n, t in found]):
+        found = [n for n in self.tensors if self._content_at[n] > max(known)]
+        if not self._in_runs().issuperset(found):
             return 0
-        return sum([t.nbytes for _, t in found])
+        return sum([self.tensors[n].nbytes for n in found])
 
     @plainly
     def update_from(
-        self, revision: int, maps: bool, weights: dict[int, Tensor] | None = None
+        self,
+        revision: int,
+        maps: bool,
+        shared: bool,
+        weights: dict[int, Tensor] | None = None,
     ) -> StateUpdate | None:
-        """Collect the changes since a state.
+        """Collect the changes since a state: once for all replicas that have it.
 
         Args:
             revision: The state that a replica has; 0 for none.
-            maps: True if it maps the windows.
+            maps: True if it maps large tensors.
+            shared: True if it reads the run from memory that both processes have.
             weights: Contents that it gets in the place of the master's.
         """
         if revision == self.revision and weights is None:
             return None
-        specs, versions = {}, {}
+        found = self._updates.get((revision, maps, shared))
+        if found is None or found.revision != self.revision or weights is not None:
+            found = self._collect(revision, maps, shared, weights or {})
+            if weights is None:
+                kept = {k: u for k, u in self._updates.items() if u.revision == self.revision}
+                self._updates = {**kept, (revision, maps, shared): found}
+        return found
+
+    def _collect(
+        self, revision: int, maps: bool, shared: bool, weights: dict[int, Tensor]
+    ) -> StateUpdate:
+        specs, versions, changed = {}, {}, []
         contents: dict[int, Tensor] = {}
         windows: dict[int, Window] = {}
+        run = self.run(maps)
+        views = {} if run is None else run.views
         for number, tensor in self.tensors.items():
             place = self._places.get(number) if maps else None
             if self._spec_at[number] > revision:
@@ -450,27 +539,39 @@ class Master:
                     windows[place[0]] = self._windows[place[0]]
             if self._content_at[number] > revision:
                 versions[number] = 0 if tensor.is_inference() else tensor._version
-                if place is None:
-                    lags = number in self.lagging  # in the midst of a step
-                    contents[number] = tensor.detach() if lags else tensor
-        contents.update(weights or {})
+                if number in views:
+                    changed.append(number)
+                elif place is None:
+                    contents[number] = tensor.detach()  # which never becomes one that lags
+        contents.update(weights)
         structure = self._structure if self.structure_at > revision else None
         code = None
         if structure is not None:
             new = [i for i, at in enumerate(self._code_at) if at > revision]
             if new:
                 code = pickling.dumps([(i, self._codes.kept[i]) for i in new])
-        return StateUpdate(
-            revision=self.revision,
+        laid = run is not None and run.spec.key > revision
+        ranges = [] if run is None else run.ranges(run.spec.slots if laid else changed)
+        news = StateNews(
             structure=structure,
             code=code,
             sources=self._sources.latest if self._sources.at > revision else None,
             specs=specs,
-            windows=windows,
+            run=run.spec if run is not None and laid else None,
+            ranges=tuple(ranges),
             slots=tuple(contents),
-            contents=Row(contents.values(), flags=False),
             versions=versions,
         )
+        sent = [*[self.tensors[n] for n in changed], *contents.values()]
+        size = sum([t.numel() * t.element_size() for t in sent])
+        row = Row(contents.values(), flags=False)
+        update = StateUpdate(self.revision, pickle.dumps(news), size, row, windows)
+        if run is None:
+            return update
+        if not shared:
+            return update._replace(parts=tuple([run.memory[a:b] for a, b in ranges]))
+        window = run.window()
+        return update._replace(window=window if laid else None)
 
     def _spec(self, t: Tensor, place: tuple[int, int] | None) -> SlotSpec:
         parameter = isinstance(t, nn.Parameter)
@@ -482,35 +583,28 @@ class Master:
         )
 
     def verify(self) -> bool:
-        """Compare the contents of what was not sent with what the replicas have; returns whether
-        something was edited behind its version.
+        """Compare contents with those that were last sent; returns whether something was edited
+        behind its version.
         """
-        kept = self.fresh | self.lagging
-        others = [number for number in self._shadows if number not in kept]
-        rows = [(bits(self.tensors[number]), bits(self._shadows[number])) for number in others]
-        if self.home.type == "cpu":
-            alike = [_alike(*row) for row in rows]
-        else:  # the host waits for a GPU once
-            near = [i for i, (a, b) in enumerate(rows) if a.shape == b.shape and a.is_cuda]
-            unlike = [(rows[i][0] != rows[i][1]).any() for i in near]
-            known = dict(zip(near, torch.stack(unlike).tolist() if near else [], strict=True))
-            alike = [not known[i] if i in known else _alike(*row) for i, row in enumerate(rows)]
-        edited = [number for number, same_ in zip(others, alike, strict=True) if not same_]
-        self._dirty.update(edited)
+        edited: set[int] = set()
+        for maps, run in self._runs.items():
+            if self._checked[maps] >= self._laid_at:  # else it is looked at when it is laid out
+                sent = {n for n in run.spec.slots if self._content_at[n] > run.revision}
+                sent |= self._fresh  # just now, and most often that is all
+                if not sent.issuperset(run.spec.slots):
+                    edited.update(set(run.edited(self.tensors)) - sent)
+        for number, shadow in self._shadows.items():
+            if number not in self.lagging and not _alike(bits(self.tensors[number]), bits(shadow)):
+                edited.add(number)
+        self._dirty |= edited
         return bool(edited)
 
     def stepped(self, parameters: Iterable[Tensor]) -> None:
         """Note what an optimizer has written to."""
-        known = self._slots
-        found = [known[id(p)] for p in parameters if id(p) in known and p.grad is not None]
-        self._dirty.update(n for n in found if n not in self.trained)
-
-    def compare_all(self) -> None:
-        """Compare windows, too, from now on: a replica has copies of what lies in them."""
-        if not self.compares:
-            self.compares = True
-            for number in self._places:
-                self._shadows[number] = _shadow(self.tensors[number])
+        for p in parameters:
+            number = self._slots.get(id(p))
+            if number is not None and number not in self.trained and p.grad is not None:
+                self._dirty.add(number)
 
     # Writes of replicas.
 

@@ -107,6 +107,7 @@ class Channel:
             waited = memory.download(packet.tensors, layout, window)
         if self._reading is not None and self._reading != waited:
             self._reading.synchronize()  # the other end may write there once it has this frame
+        memory.wait_for_readers(waited)
         self._reading = None
         self._frames += 1
         summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raydp_parallel.devices.ambient import CallContext
 from raydp_parallel.wire.codec import Parcel, Row
-from raydp_parallel.wire.windows import Spec, Window
+from raydp_parallel.wire.windows import Cuts, Spec, Window
 
 
 class SlotSpec(NamedTuple):
@@ -37,32 +37,68 @@ class SlotSpec(NamedTuple):
     dtype: Any = None
 
 
-class StateUpdate(NamedTuple):
-    """Changes of the master since the state that a replica has.
+class RunSpec(NamedTuple):
+    """The layout of contents that lie in one run of memory.
 
     Attributes:
-        revision: The state after it.
+        key: Its number.
+        slots: The slots, in the order of the specs.
+        specs: The tensors' geometry.
+        cuts: The rows among them.
+    """
+
+    key: int
+    slots: tuple[int, ...]
+    specs: tuple[Spec, ...]
+    cuts: Cuts
+
+
+class StateNews(NamedTuple):
+    """Changes of the master since the state that a replica has, but for contents.
+
+    Attributes:
         structure: The module without contents of tensors; None if it is as it was.
         code: Code objects that the structure names by number, pickled.
         sources: The driver's modules, see `state.sources`; None if nothing is new.
         specs: Tensors that are new, or of another geometry, by slot.
-        windows: Memory that tensors lie in, by number.
-        slots: The slots of tensors with other contents; of those in windows nothing is sent.
-        contents: These contents.
-        versions: The version of each of those, as the master counts it.
-        spread: The place in the group whose root passes the contents on, and their geometry.
+        run: The layout of the run in which contents lie; None if it is as it was.
+        ranges: The changed parts of the run.
+        slots: The slots of tensors whose contents come one by one.
+        versions: The version of each tensor with other contents, as the master counts it.
     """
 
-    revision: int
     structure: bytes | None
     code: bytes | None
     sources: Any
     specs: dict[int, SlotSpec]
-    windows: dict[int, Window]
+    run: RunSpec | None
+    ranges: tuple[tuple[int, int], ...]
     slots: tuple[int, ...]
-    contents: Row
     versions: dict[int, int]
-    spread: tuple[ExchangeRequest, tuple[Spec, ...]] | None = None
+
+
+class StateUpdate(NamedTuple):
+    """Changes of the master, as one replica gets them.
+
+    Attributes:
+        revision: The state after them.
+        news: A pickled `StateNews`, the same for all replicas that have the same state.
+        size: Bytes of changed contents.
+        contents: Contents that come one by one.
+        windows: Memory that large tensors lie in, by number.
+        parts: The changed parts of the run; none where it lies in a window.
+        window: The window of the run, where that is new.
+        spread: The place in the group whose root passes the changed parts on; None without one.
+    """
+
+    revision: int
+    news: bytes
+    size: int
+    contents: Row
+    windows: dict[int, Window]
+    parts: tuple[Tensor, ...] = ()
+    window: Window | None = None
+    spread: ExchangeRequest | None = None
 
 
 class ForwardRequest(NamedTuple):

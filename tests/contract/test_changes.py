@@ -652,6 +652,85 @@ def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
     assert sent(model)[2] == reruns + 1
 
 
+class ModeAndScale(nn.Module):
+    """Reads an attribute, and its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale * (1 + self.training)
+
+
+def test_an_edit_of_the_structure_costs_at_most_one_rerun(sent: Any) -> None:
+    """Replicas begin before the module is looked at, if the last look found nothing new. So a
+    program that edits it in each step pays once, and one that changes its mode pays nothing.
+    """
+    net = ModeAndScale()
+    model, x = DataParallel(net, CPUS), torch.ones(4, 4)
+
+    def check(reruns: int) -> None:
+        assert torch.equal(model(x), torch.cat([net(part) for part in x.chunk(2)]))
+        assert sent(model)[2] == before + reruns
+
+    model(x), model(x)
+    before = sent(model)[2]
+    for mode in (False, True):
+        net.train(mode)
+        check(0)
+        check(0)
+    for _ in range(4):
+        net.scale += 1
+        check(1)
+    check(1)
+    net.inner = nn.Linear(4, 4)  # after a look that found nothing
+    check(2)
+
+
+def test_contents_that_replicas_have_are_kept_where_tensors_are_others(sent: Any) -> None:
+    """The run of contents is laid out anew with the old ones, so that an edit that moved no version
+    meanwhile is still found; flags alone lay out nothing.
+    """
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, x = DataParallel(net, CPUS), torch.ones(4, 4)
+
+    def check() -> None:
+        assert torch.equal(model(x), torch.cat([net(part) for part in x.chunk(2)]))
+
+    for grow in (True, False, True):
+        check()
+        net[0].weight.data.mul_(2)
+        if grow:
+            net.append(nn.Linear(4, 4))
+        net[1].requires_grad_(grow)
+        check()
+    net[1].weight.data = net[1].weight.data + 1  # other memory
+    net[0].bias.data.add_(1)
+    check()
+    model(x[:1])  # the second replica has no part in it
+    with torch.no_grad():
+        net[1].bias.add_(1)
+    model(x[:1])
+    check()
+
+
+def test_an_edit_while_batches_are_in_flight(sent: Any) -> None:
+    """The run of contents is written to when nobody reads it: no batch sees half of an edit."""
+    net = nn.Linear(4, 4)
+    model, x = DataParallel(net, CPUS), torch.ones(4, 4)
+    found, right = [], [net(x)]
+    for n, out in enumerate(model.map([x] * 24, split=False)):
+        found.append(out)
+        if n % 4 == 0:
+            with torch.no_grad():
+                net.weight.add_(1)
+                net.bias.mul_(2)
+            right.append(net(x))
+    at = [next(i for i, one in enumerate(right) if torch.equal(one, out)) for out in found]
+    assert at == sorted(at) and len({*at}) == len(right)
+
+
 KINDS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
 
 
