@@ -3,7 +3,6 @@ what holds.
 """
 
 import enum
-import pickle
 import warnings
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
@@ -19,11 +18,8 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from raydp_parallel.batch import (
-    ChunkRef,
-    find_refs,
     gather,
     register_batch_type,
-    resolved,
     rows,
     scatter,
     scatter_kwargs,
@@ -607,19 +603,3 @@ def test_X2_all_values_of_a_call_are_split_alike():
         scatter_kwargs((numbers(8), numbers(4)), None, TWO, sizes=chosen)
     with pytest.raises(ValueError, match=r"inputs\[0\] is split by a rule of its class that takes"):
         scatter_kwargs((Speaking("ab"),), None, TWO, sizes=chosen)
-
-
-def test_T7_references_are_resolved():
-    """Each object is had once; tensors on memory of others are copied."""
-    array = np.zeros(3)
-    objects = {0: {"x": torch.from_numpy(array)}, 1: 5}
-    value = [ChunkRef(0, None), {"n": ChunkRef(1, lambda n: n + 1)}, ChunkRef(0, len), "text"]
-    assert [ref.ref for ref in find_refs(value)] == [0, 1, 0]
-    got = []
-    fetch = lambda ref: got.append(ref) or objects[ref]  # noqa: E731
-    held, number, length, text = resolved(value, fetch, torch.device("cpu"))
-    held["x"].add_(1)
-    assert (number, length, text, got) == ({"n": 6}, 1, "text", [0, 1]) and not array.any()
-    with pytest.raises(TypeError, match="can only be an argument of a call"):
-        pickle.dumps(ChunkRef(object(), None))
-    assert pickle.loads(pickle.dumps(ChunkRef(3, None))).ref == 3

@@ -64,22 +64,6 @@ def fake(request: pytest.FixtureRequest) -> Fake:
     return Fake(request.node.name)  # a name of its own: a second one of a name gets a number
 
 
-def test_a_death_and_its_replacement(fake: Fake) -> None:
-    fake.recorder.died(1, "replica 1 died: SIGKILL")
-    fake.now += 5
-    fake.recorder.replayed(0)
-    fake.recorder.started(1, "cpu", "b1b2", 5000)
-    stats = fake.stats()
-    assert (stats.deaths, stats.respawns, stats.replays) == (1, 1, 1)
-    assert (stats.replicas[1].deaths, stats.replicas[1].respawns) == (1, 1)
-    assert stats.replicas[1].waiting == 0 and stats.replicas[0].replays == 1
-    assert [text for _, text in stats.events[-2:]] == [
-        "replica 1 died: SIGKILL",
-        "replica 1 was replaced: cpu, node b1b2, pid 5000",
-    ]
-    assert "1 death, 1 respawn, 1 replay" in str(stats)
-
-
 def test_names_get_numbers_and_the_last_events_are_kept() -> None:
     assert [Recorder("same").name for _ in range(2)] == ["same", "same/2"]
     recorder = Recorder("events")
@@ -104,13 +88,6 @@ def test_the_table() -> None:
     assert note.startswith("busy: at work")
     assert summary == "10 forwards (1.0 per second), 0 backwards; 0 state sends, 0.0 MB; 0 reruns"
     assert '<td data-name="device">cuda:0 NVIDIA H100</td>' in fake.stats()._repr_html_()
-
-
-def test_to_dict_goes_through_json_and_back(fake: Fake) -> None:
-    fake.step()
-    stats = fake.stats()
-    assert stats.to_dict()["replicas"][0]["rows"] == 60
-    assert ExecutorStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats
 
 
 def test_status_is_one_line_per_replica_about_one_window(fake: Fake) -> None:
@@ -159,18 +136,6 @@ def test_counters_get_all_tags(fake: Fake) -> None:
     found = [*metrics.increments(fake.stats())]
     assert {metric for metric, _, _ in found} == {*metrics.COUNTERS}
     assert all(tuple(tags) == metric.tags for metric, tags, _ in found)
-
-
-def test_names_of_tasks_tell_replicas_apart_and_are_few(fake: Fake) -> None:
-    """Two digits of a rate."""
-    names = set()
-    for rows in range(910, 1810):
-        before = fake.stats()
-        fake.step(rows=rows)
-        names.add(metrics.summary(fake.stats().since(before).replicas[0]))
-    assert len(names) == 18 and "replica 0, ResNet: 980 samples per second, 60 % busy" in names
-    text = metrics.summary(fake.stats().replicas[1])
-    assert text == "replica 1, a module: 0 samples per second, 0 % busy"
 
 
 class Cluster:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -174,18 +173,6 @@ def test_B1_tensor_hook_fires_once_with_the_sum(model):
     return seen
 
 
-@alike(mlp)
-def test_B1_multi_grad_hook_fires_once(model):
-    """`register_multi_grad_hook` over all parameters."""
-    seen = []
-    params = list(model.parameters())
-    torch.autograd.graph.register_multi_grad_hook(
-        params, lambda grads: seen.append([g.clone() for g in grads])
-    )
-    model(data(5, 3)).square().sum().backward()
-    return seen
-
-
 @alike(lambda: nn.Bilinear(3, 3, 2))
 def test_B1_same_input_as_two_arguments(model):
     """A leaf that is passed twice gets both gradients."""
@@ -229,14 +216,6 @@ def test_B1_expanded_gradient(model):
     return x.grad
 
 
-@alike(mlp)
-def test_B1_expanded_input(model):
-    """An input with rows that share memory: its leaf gets the sum over rows."""
-    x = leaf(1, 3)
-    model(x.expand(6, 3)).square().sum().backward()
-    return x.grad
-
-
 # --- B2: hooks of modules ---
 
 
@@ -248,21 +227,6 @@ def marked(_module, _args, output):
 def shifted(_module, args):
     """A forward pre-hook that changes the input."""
     return (args[0] + 1,)
-
-
-def doubled(_module, grad_input, _grad_output):
-    """A full backward hook that changes the gradient of the input."""
-    return tuple(None if g is None else 2 * g for g in grad_input)
-
-
-def halved(_module, grad_output):
-    """A full backward pre-hook that changes the gradient of the output."""
-    return tuple(None if g is None else g / 2 for g in grad_output)
-
-
-def counting(module, *_):
-    """A hook of any kind that counts in a buffer."""
-    module.count += 1
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -280,43 +244,6 @@ def test_B2_forward_hooks_fire_once_per_replica(replicas):
         return out.detach(), x.grad
 
     parity(net, use, replicas, plain=False)
-
-
-def test_B2_backward_hooks_change_gradients_in_replicas():
-    """Full backward hooks and pre-hooks change what flows below them, in every replica."""
-    net = mlp()
-    net[2].register_full_backward_hook(doubled)
-    net[0].register_full_backward_pre_hook(halved)
-
-    def use(model):
-        x = leaf(6, 3)
-        model(x).square().sum().backward()
-        return x.grad
-
-    models = parity(net, use)
-    bare = mlp()
-    bare.load_state_dict(net.state_dict())
-    _numbers.manual_seed(1)
-    bare(leaf(6, 3)).square().sum().backward()
-    assert_same_grads(models.ours, bare)  # halving undoes doubling below the last layer
-    net[2].register_full_backward_hook(doubled)
-    parity(net, use)
-
-
-def test_B2_hooks_fire_once_in_chunk_0():
-    """Hooks that count in a buffer: the master sees those of chunk 0, one each per pass."""
-    net = mlp()
-    net.register_buffer("count", torch.zeros(()))
-    net.register_forward_pre_hook(counting)
-    net.register_forward_hook(counting)
-
-    def use(model):
-        for _ in range(3):
-            model(data(4, 3)).sum().backward()
-        return dict(model.named_buffers()).popitem()[1].clone()
-
-    models = parity(net, use)
-    assert models.ours.module.count == 6
 
 
 def test_B2_wrapper_hooks_fire_once():
@@ -528,25 +455,6 @@ def test_B5_sparse_gradients_in_some_replicas_are_dense():
         parity(Words(), use, len(rows), plain=False)
 
 
-@alike(Words, plain=False)
-def test_B5_sparse_gradients_accumulate(model):
-    """Two backwards before a step; then one that does not use the embedding."""
-    words = next(p for p in model.parameters() if p.dim() == 2)
-    for ids in ([[1, 2], [2, 3]], [[4, 2], [2, 2]], [[0, 0], [0, 1]]):
-        model(torch.tensor(ids)).square().sum().backward()
-    grad = words.grad.to_dense()
-    words.grad = None
-    return grad
-
-
-@alike(Words)
-def test_B5_sparse_gradient_through_autograd_grad(model):
-    """`autograd.grad` gives the sparse tensor."""
-    words = next(p for p in model.parameters() if p.dim() == 2)
-    (grad,) = torch.autograd.grad(model(torch.tensor([[1, 2], [2, 3]])).square().sum(), words)
-    return str(grad.layout), grad.to_dense()
-
-
 def test_B5_sparse_under_option_none_stays_sparse():
     """Without zeros nothing makes the sum dense."""
     model = wrap(Words(), 2, unused_grads="none")
@@ -567,22 +475,6 @@ def test_B6_mixed_second_order(model):
     by_input = torch.autograd.grad([g.square().sum() for g in gp], x)
     assert all(p.grad is None for p in model.parameters())
     return [g.detach() for g in (gx, *gp)], by_params, by_input
-
-
-@alike(mlp)
-def test_B6_functional_hvp_and_jacobian(model):
-    """torch's functional interface over the wrapped model."""
-    x, v = data(4, 3), data(4, 3)
-
-    def loss(inputs):
-        return model(inputs).pow(3).sum()
-
-    return (
-        torch.autograd.functional.hvp(loss, x, v),
-        torch.autograd.functional.vhp(loss, x, v),
-        torch.autograd.functional.jacobian(model, x[:2]),
-        torch.autograd.functional.hessian(loss, x[:2]),
-    )
 
 
 @alike(mlp, plain=False)
@@ -763,14 +655,6 @@ def test_B6_subset_computes_only_what_was_asked(create_graph):
     parity(Trapped(), use, upstream=False)  # upstream computes them all
 
 
-@alike(Trapped, upstream=False)  # upstream computes them all
-def test_B6_backward_inputs_computes_only_what_was_asked(model):
-    """``backward(inputs=...)`` likewise."""
-    last = list(model.parameters())[2:]
-    model(data(4, 3)).square().sum().backward(inputs=last)
-    assert next(model.parameters()).grad is None
-
-
 def test_B6_subset_moves_only_what_was_asked():
     """The bytes that come back are those of the gradients asked for."""
     model = wrap(nn.Sequential(nn.Linear(8, 1000), nn.Linear(1000, 2)))
@@ -797,16 +681,6 @@ def test_B6_frozen_parameters_are_not_moved():
     out.backward()
     assert bytes_out(model) - before < 2 * (4 * 2002 + 1000)
     assert model.module[0].weight.grad is None
-
-
-@alike(mlp)
-def test_B6_grad_of_a_non_leaf_input(model):
-    """Captured in the middle of the graph: nothing beyond it is computed."""
-    x = leaf(4, 3)
-    middle = x * 2
-    (grad,) = torch.autograd.grad(model(middle).square().sum(), middle)
-    assert x.grad is None
-    return grad
 
 
 def test_B6_one_trip_per_pass():
@@ -934,25 +808,6 @@ def test_B9_loss_on_a_slice(rows):
     parity(mlp(), use, 3)
 
 
-def test_B9_replica_without_gradient_where_gather_gives_a_list():
-    """With outputs left per replica, only those in the loss are differentiated."""
-
-    class Listing(DataParallel):
-        def gather(self, outputs, output_device):
-            return outputs
-
-    net = mlp()
-    model, plain = Listing(net, ["cpu"] * 3), copy.deepcopy(net)
-    x = data(6, 3)
-    outs = model(x)
-    outs[1].square().sum().backward()
-    plain(x[2:4]).square().sum().backward()
-    assert_same_grads(model, plain)
-    outs[2].square().sum().backward()
-    plain(x[4:]).square().sum().backward()
-    assert_same_grads(model, plain)
-
-
 # --- B10: many calls, checkpoints ---
 
 
@@ -999,42 +854,6 @@ def test_B10_checkpoint_inside(use_reentrant):
         return counts, x.grad
 
     parity(Checkpointed(use_reentrant), use, plain=False)
-
-
-class OldNorm(nn.Module):
-    """A checkpoint over `torch.nn.utils.weight_norm`, which keeps a weight that is no leaf."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            self.layer = nn.utils.weight_norm(nn.Linear(3, 4))
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant).tanh()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_B10_checkpoint_over_weight_norm(use_reentrant):
-    """The stale weight that no chunk reaches does not make the backward one of a subset."""
-    for_oracle = oracle.DataParallel(OldNorm(use_reentrant), [0, 1])
-    model = wrap(OldNorm(use_reentrant))
-    model.module.load_state_dict(for_oracle.module.state_dict())
-    for _ in range(2):
-        x = data(6, 3)
-        for one in (model, for_oracle):
-            one(x.clone().requires_grad_()).square().sum().backward()
-    same(*[[p.grad for p in one.parameters()] for one in (model, for_oracle)])
-
-
-@alike(lambda: Checkpointed(False), plain=False)
-def test_B10_checkpoint_inside_and_outside(model):
-    """Both at once, twice in a row."""
-    x = leaf(6, 3)
-    for _ in range(2):
-        checkpoint(model, x, use_reentrant=True).square().sum().backward()
-    return x.grad
 
 
 def test_B10_subset_under_a_checkpoint():
@@ -1357,17 +1176,6 @@ def _raising(_grad):
     raise ValueError("hook of the driver")
 
 
-@alike(mlp)
-def test_B12_backward_in_another_thread(model):
-    """The graph belongs to no thread."""
-    x = leaf(4, 3)
-    loss = model(x).square().sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    return x.grad
-
-
 # --- B13: losses inside ---
 
 
@@ -1461,19 +1269,6 @@ def test_B14_outputs_can_be_changed_in_place(model):
     return out.detach(), x.grad
 
 
-@alike(mlp)
-def test_B14_hooks_and_retain_grad_on_outputs(model):
-    """The output is an ordinary tensor of the driver's graph."""
-    x = leaf(4, 3)
-    out = model(x)
-    seen = []
-    out.register_hook(lambda grad: seen.append(grad.clone()))
-    out.register_hook(lambda grad: grad * 2)
-    out.retain_grad()
-    out.square().sum().backward()
-    return seen, out.grad, x.grad
-
-
 def test_B14_grad_with_respect_to_an_output():
     """`autograd.grad` that stops at the output goes to no replica."""
     model = wrap(mlp())
@@ -1482,30 +1277,6 @@ def test_B14_grad_with_respect_to_an_output():
     (grad,) = torch.autograd.grad(out.square().sum(), out)
     assert model.executor.stats().backwards == before
     torch.testing.assert_close(grad, 2 * out.detach())
-
-
-class InPlace(nn.Module):
-    """Changes its own tensors in place on the way."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x):
-        h = self.layer(x)
-        h += 1
-        h.relu_()
-        first, second = h.split([1, 2], dim=1)
-        return h, first, second.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-@alike(InPlace)
-def test_B14_views_and_in_place_inside(model):
-    """Outputs that are views of one another, or were written in place."""
-    x = leaf(4, 3)
-    h, first, second = model(x)
-    (h.sum() + first.square().sum() + second.pow(3).sum()).backward()
-    return h.detach(), first.detach(), second.detach(), x.grad
 
 
 class GradInside(nn.Module):
@@ -1528,45 +1299,6 @@ def test_B14_autograd_inside_forward(model):
     out = model(data(6, 3))
     out.square().sum().backward()
     return out.detach()
-
-
-class Masked(Function):
-    """Looks at which of its inputs need a gradient."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        gx = grad * weight if ctx.needs_input_grad[0] else None
-        gw = (grad * x).sum(0) if ctx.needs_input_grad[1] else None
-        return gx, gw
-
-
-class CustomFunction(nn.Module):
-    """Uses a Function of the user's."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3))
-
-    def forward(self, x):
-        return Masked.apply(x, self.weight)
-
-
-@pytest.mark.parametrize("needs_input", [False, True])
-def test_B14_custom_function_inside(needs_input):
-    """A user's Function runs in the replicas, and sees which inputs need a gradient."""
-
-    def use(model):
-        x = data(4, 3, requires_grad=needs_input)
-        model(x).square().sum().backward()
-        return x.grad
-
-    parity(CustomFunction(), use)
 
 
 class Failing(Function):
@@ -1637,42 +1369,6 @@ def test_functional_data_parallel_of_a_temporary_module():
     out.square().sum().backward()
     plain(y).square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
-
-
-def test_parallel_apply_of_different_modules():
-    """Each module gets the gradient of its own chunk."""
-    nets = [mlp(), nn.Linear(3, 2)]
-    plain = copy.deepcopy(nets)
-    x = leaf(4, 3)
-    replicas = [raydp_parallel.replicate(net, ["cpu"] * 2)[i] for i, net in enumerate(nets)]
-    outs = raydp_parallel.parallel_apply(replicas, [x[:2], x[2:]])
-    sum(out.square().sum() for out in outs).backward()
-    y = x.detach().clone().requires_grad_()
-    sum(
-        net(part).square().sum() for net, part in zip(plain, (y[:2], y[2:]), strict=True)
-    ).backward()
-    torch.testing.assert_close(x.grad, y.grad)
-    for net, other in zip(nets, plain, strict=True):
-        assert_same_grads(net, other)
-
-
-def test_two_wrapped_models_in_one_graph():
-    """One model's output is the other's input; one pass differentiates both, twice."""
-
-    def use(models):
-        x = leaf(6, 3)
-        loss = models[1](models[0](x)).square().sum()
-        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + grad.square().sum()).backward()
-        return x.grad
-
-    first, second = trio(nn.Linear(3, 4), 2), trio(nn.Linear(4, 2), 3)
-    _numbers.manual_seed(1)
-    ours = use((first.ours, second.ours))
-    _numbers.manual_seed(1)
-    same(ours, use((first.plain, second.plain)))
-    assert_same_grads(first.ours, first.plain)
-    assert_same_grads(second.ours, second.plain)
 
 
 class Recurrent(nn.Module):

@@ -561,36 +561,6 @@ def test_R14_lazy_modules_are_refused_in_upstream_s_words(name: str) -> None:
     assert DataParallel(net, CPUS)(torch.ones(4, 3)).shape == (4, 3)
 
 
-def test_R14_parameter_lists_and_dicts_can_be_read() -> None:
-    """By index, by key, by iteration, nested."""
-    ours, theirs, plain = trio(Listed(), 2)
-    x = torch.randn(4, 3)
-    one, other, third = train((ours, theirs, plain), x)
-    torch.testing.assert_close(one, other)
-    torch.testing.assert_close(one, third)
-    assert_same_grads(ours, theirs)
-
-
-class Listed(nn.Module):
-    """Its weights are in lists and dicts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.list = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
-        self.dict = nn.ParameterDict(
-            {"a": nn.Parameter(torch.randn(3)), "b": nn.ParameterList([torch.randn(3)])}
-        )
-        self.mixed = nn.ParameterList([nn.Parameter(torch.randn(3)), "text", 2.0])
-        self.buffers_ = nn.ModuleDict({"x": nn.Linear(3, 3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for p in self.list:
-            x = x * p
-        return self.buffers_["x"](
-            x * self.dict["a"] * self.dict["b"][0] * self.mixed[0] * self.mixed[2]
-        )
-
-
 @pytest.mark.upstream
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_R15_python_below_a_script_is_refused_in_upstream_s_words() -> None:
@@ -707,16 +677,6 @@ def test_R18_strides_are_kept_in_replicas_and_in_gradients() -> None:
         weight = model.module.conv.weight
         assert weight.grad.stride() == weight.stride()
         assert model.module.turned.grad.stride() == model.module.turned.stride()
-
-
-def test_R18_a_change_of_strides_is_seen() -> None:
-    """channels_last after a first forward."""
-    net = Strides()
-    model = DataParallel(net, CPUS)
-    x = torch.randn(4, 3, 8, 8)
-    model(x)
-    net.conv.to(memory_format=torch.contiguous_format)
-    assert model(x)[1][0].tolist() == net(x)[1][0].tolist()
 
 
 @pytest.mark.parametrize("detach", [False, True])

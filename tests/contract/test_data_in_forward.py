@@ -14,8 +14,8 @@ import mortal
 import pytest
 import torch
 from harness import assert_same_state, trio
+from random_nets import Checkpointed
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel
 
@@ -93,21 +93,10 @@ def test_R6_replaced_data_stays_where_upstream_keeps_it(how: str, grad: bool) ->
                 torch.testing.assert_close(ours.module.slope.grad, theirs.module.slope.grad)
 
 
-class Rechecked(nn.Module):
-    """A buffer replaced inside a checkpoint, which runs once more in backward."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.body, self.reentrant = Replaces("buffer"), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_B10_replaced_in_a_checkpoint(reentrant: bool) -> None:
     """It is replaced twice per step, as upstream."""
-    ours, theirs, _ = trio(Rechecked(reentrant), 2)
+    ours, theirs, _ = trio(Checkpointed(Replaces("buffer"), reentrant), 2)
     for _ in range(2):
         x = torch.randn(4, 3, requires_grad=True)
         for model in (ours, theirs):

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import io
 import logging
-import pdb
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from raydp_parallel import DataParallel, ReplicaError, TransferError
+from raydp_parallel import DataParallel
 
 ONES = torch.ones(4, 2)
 
@@ -136,58 +134,3 @@ def test_objects_that_delegate() -> None:
 def given(x: Tensor, proxy: Any) -> Tensor:
     """Asks an argument."""
     return x * (proxy.factor + proxy.get("a"))
-
-
-@pytest.mark.usefixtures("cluster")
-def test_S11_an_open_file_is_refused(tmp_path: Path) -> None:
-    """Not copied: the path to the argument is named."""
-    (tmp_path / "file").write_text("text")
-    model = DataParallel(Holds(None), ["cpu", "cpu"])
-    with (tmp_path / "file").open() as file:
-        text = r"inputs\[1\]\[0\]\['log'\] is a _io.TextIOWrapper"
-        with pytest.raises(TransferError, match=text):
-            model(ONES, [{"log": file}])
-        model.module.held = [file]
-        with pytest.raises(TransferError, match=r"module.held\[0\] is a _io.TextIOWrapper"):
-            model(ONES)
-
-
-class Compares(nn.Module):
-    """Says whether it was given its process's own streams."""
-
-    def forward(self, x: Tensor, out: Any, error: Any) -> tuple[Tensor, bool]:
-        return x, out is sys.stdout and error is sys.stderr
-
-
-@pytest.mark.usefixtures("cluster")
-def test_streams_as_arguments() -> None:
-    """They are the process's own, wherever they are."""
-    model = DataParallel(Compares(), ["cpu", "cpu"])
-    assert model(ONES, sys.stdout, sys.__stderr__)[1] == [True, True]
-
-
-class Stops(nn.Module):
-    """Stops for a debugger."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "breakpoint":
-            breakpoint()
-        else:
-            pdb.set_trace()
-        return x * 2
-
-
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("how", ["breakpoint", "pdb"])
-def test_a_debugger_in_a_replica(how: str) -> None:
-    """There is no terminal: the error says how to have one, and the next call works."""
-    model = DataParallel(Stops(how), ["cpu", "cpu"])
-    text = r"DataParallel\(net, \['cpu'\]\) runs the module in this process"
-    with pytest.raises(ReplicaError, match=text):
-        model(ONES)
-    model.module = nn.Identity()
-    assert torch.equal(model(ONES), ONES)

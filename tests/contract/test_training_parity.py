@@ -114,18 +114,6 @@ def identical(found: Run, expected: Run) -> None:
     assert torch.equal(found.output, expected.output)
 
 
-def close(found: Run, expected: Run, tolerance: float) -> None:
-    """Within ``tolerance`` of the norm, every step."""
-    for step, (one, other) in enumerate(zip(found.grads, expected.grads, strict=True)):
-        assert one.keys() == other.keys()
-        scale = torch.stack([grad.norm() for grad in other.values()]).norm()
-        for name, grad in one.items():
-            assert (grad - other[name]).norm() <= tolerance * scale, f"step {step}: {name}"
-    for name, tensor in found.state.items():
-        other = expected.state[name].double()
-        assert (tensor - other).norm() <= tolerance * other.norm(), name
-
-
 def perceptron() -> nn.Module:
     """Three layers."""
     first = nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.0)
@@ -147,15 +135,11 @@ def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_perceptron(replicas, optimizer):
-    """Bit-identical with upstream on 2 to 4 replicas, and with the plain module but for
-    rounding.
-    """
+    """Bit-identical with upstream on 2 to 4 replicas."""
     net = perceptron()
     found, expected = ours(net, replicas), theirs(net, replicas)
     run = train(found, rows, classify, optimizer(found))
     identical(run, train(expected, rows, classify, optimizer(expected)))
-    if optimizer is sgd:
-        close(run, train(net, rows, classify, optimizer(net)), 1e-5)
 
 
 def texts(step: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -25,12 +24,9 @@ from torch import nn
 from benchmarks import gpu_host
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.devices import cuda, memory
-from raydp_parallel.driver import groups
 from raydp_parallel.errors import TransferError
-from raydp_parallel.replica import sync_batch_norm
 from raydp_parallel.wire import codec, trial
 from raydp_parallel.wire.channel import Channel
-from raydp_parallel.wire.messages import ExchangeRequest
 from raydp_parallel.wire.windows import GpuWindow
 
 HERE = Options(metrics=False, gpu_paths=("host",))
@@ -94,26 +90,6 @@ def test_training_has_the_values_of_cpus(gpus: FakeGpus, home: str, registers: b
     assert losses == pytest.approx([*train(upstream, x)], rel=1e-12)
     for a, b in zip(own.state_dict().values(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(a.cpu(), b)
-
-
-@pytest.mark.parametrize("registers", [True, False])
-def test_each_message_crosses_once_however_many_tensors(gpus: FakeGpus, registers: bool) -> None:
-    """Tensors are gathered first, and nothing goes through pageable memory (N1, N2)."""
-    gpus.registers = registers
-    x, seen = torch.randn(8, 8, dtype=torch.double).cuda(), []
-    for layers in (1, 6):
-        with Executor([0, 1], options=HERE) as executor:
-            steps = train(DataParallel(net(layers=layers).cuda(), executor=executor), x)
-            next(steps)
-            next(steps)
-            gpus.counts.clear()
-            next(steps)
-        seen.append({k: n for k, n in gpus.counts.items() if "crossings" in k or "pageable" in k})
-    # Weights come down once for both replicas, and go up to each, as two requests and two answers
-    # of each do. The first one looks at its buffers, in one run, after each pass. The loss's
-    # item() is not counted.
-    looks = {"replica pageable": 2}
-    assert seen[0] == seen[1] == {"driver crossings": 9, "replica crossings": 12, **looks}
 
 
 def test_a_replica_with_a_gpu_copies_with_several_threads(
@@ -407,30 +383,6 @@ def test_a_smaller_batch_makes_no_group_of_its_own() -> None:
     assert (groups, link) == ("groups: 1", "link: nccl + windows")
 
 
-def test_all_that_hang_in_nccl_are_given_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the warning says what to do."""
-    now, warned = [0.0], []
-    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(groups.log, "warning", lambda *text: warned.append(text[0] % text[1:]))
-
-    def ready(seconds: float) -> bool:
-        now[0] += seconds
-        return False
-
-    slots: Any = [SimpleNamespace(client=SimpleNamespace(ready=ready)) for _ in range(8)]
-    nothing: Any = SimpleNamespace(lost=lambda *_: None, options=HERE)
-    sent = SimpleNamespace(gone=None, life=1)
-    dispatcher = SimpleNamespace(
-        send=lambda *_: sent, watch=lambda *_: None, receive=lambda _: None
-    )
-    executor: Any = SimpleNamespace(dispatcher=dispatcher, replica_set=nothing, failed_joins=0)
-    places = {i: ExchangeRequest("group", i, 8, 1.0) for i in range(8)}
-    group: Any = SimpleNamespace(nccl=True, places=places, address=None, close=None)
-    assert not groups._join(executor, slots, group)
-    assert now[0] == groups._GRACE
-    assert "NCCL_SOCKET_IFNAME" in warned[0]
-
-
 @pytest.mark.parametrize("ipc", [True, False])
 def test_memory_of_windows_ends_with_their_readers(
     gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, ipc: bool
@@ -454,28 +406,6 @@ def test_windows_are_no_segments_that_grow(gpus: FakeGpus, monkeypatch: pytest.M
     gpus.expandable = True
     assert GpuWindow(8, torch.device("cuda", 0)).export
     assert gpus.expandable
-
-
-def test_synchronised_batch_norm_waits_for_no_gpu(
-    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But in the exchange itself: the number of values is known to the host."""
-
-    class Alone:
-        numbers = (0,)
-
-        def share(self, row: torch.Tensor, mark: int, number: int) -> torch.Tensor:
-            self.numbers = (number,)
-            return row[None]
-
-    monkeypatch.setattr(sync_batch_norm, "current", Alone())
-    plain = nn.BatchNorm1d(8).cuda()
-    layer = sync_batch_norm.convert_sync_batchnorm(nn.BatchNorm1d(8).cuda())
-    x = torch.randn(16, 8).cuda()
-    gpus.counts.clear()
-    found = layer(x)
-    assert gpus.counts["driver waits"] == 0
-    torch.testing.assert_close(found, plain(x))
 
 
 def test_odd_tensors_name_no_gpu_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,19 +42,6 @@ class Picky(nn.Module):
         return x + self.weight
 
 
-class Gated(nn.Module):
-    """A batch of zeros waits until something is written to a FIFO, others do not."""
-
-    def __init__(self, gate: Path) -> None:
-        super().__init__()
-        self.gate = str(gate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x[0] == 0:
-            os.close(os.open(self.gate, os.O_RDONLY))
-        return x
-
-
 class Effects(nn.Module):
     """Batch norm, dropout, a counter that is a buffer, and one that is an attribute."""
 
@@ -101,25 +88,6 @@ def usable(model: DataParallel[Any]) -> bool:
     return torch.equal(model(torch.tensor([1.0, 4.0])), torch.tensor([2.0, 5.0]))
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("width", [3, 300])
-def test_weights_are_those_of_now(width: int, inside: bool, executor: Executor) -> None:
-    """After a step, or an edit, that moves no version, of weights that are sent or mapped, also if
-    nothing but `map` runs in between.
-    """
-    net, x = nn.Linear(width, width), torch.ones(4, width)
-    model = DataParallel(net, executor=executor)
-    sgd = torch.optim.SGD
-    optimizer = model.optimizer(sgd, lr=0.1) if inside else sgd(net.parameters(), 0.1, fused=True)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
-        torch.testing.assert_close([*model.map([x, x])], [net(x)] * 2)
-        net.bias.data.mul_(2)
-        torch.testing.assert_close([*model.map([x, x])], [net(x)] * 2)
-
-
 def test_whole_batches_have_the_bits_and_the_seeds_of_a_loop_on_one_device(
     executor: Executor,
 ) -> None:
@@ -148,21 +116,6 @@ def test_what_a_batch_is_called_with(executor: Executor, ids: list[str]) -> None
         assert out["sum"].shape == () and out["sum"] == 6 * scale
         assert torch.equal(out["parts"][0], x * scale)
         assert out["parts"][1] == (None, "text", 3)
-
-
-def test_the_driver_loads_while_replicas_compute(executor: Executor, tmp_path: Path) -> None:
-    """The first batch cannot end before the second is loaded."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-
-    def loader() -> Iterator[Tensor]:
-        for number, batch in enumerate(numbers(8)):
-            if number == 1:
-                os.close(os.open(gate, os.O_WRONLY))
-            yield batch
-
-    found = firsts(DataParallel(Gated(gate), executor=executor).map(loader()))
-    assert found == list(range(8))
 
 
 @pytest.mark.parametrize(

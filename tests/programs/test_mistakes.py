@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pdb
 import re
 import sys
 import traceback
@@ -90,6 +91,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "breakpoint() in forward": (
         lambda: call(lambda net: breakpoint()),
         r"DataParallel\(net, \['cpu'\]\)",
+    ),
+    "pdb in forward": (
+        lambda: call(lambda net: pdb.set_trace()),
+        "runs the module in this process",
     ),
     "sys.exit() in forward": (lambda: call(lambda net: sys.exit(1)), "goes on"),
     "a closed executor": (closed, "make another"),
