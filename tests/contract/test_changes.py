@@ -175,17 +175,6 @@ class Net(nn.Module):
         return x
 
 
-def step(net: Net) -> None:
-    """What a training loop does."""
-    net(torch.ones(2, 4)).sum().backward()
-    torch.optim.SGD(net.parameters(), 0.1).step()
-    net.zero_grad()
-
-
-def load(net: Net) -> None:
-    net.load_state_dict({name: t * 0.5 for name, t in net.state_dict().items()})
-
-
 def data_assigned_again_and_again(net: Net) -> None:
     for i in range(50):  # the allocator hands the same addresses out again
         net.second.weight.data = torch.full((4, 4), float(i))
@@ -221,11 +210,6 @@ def set_source(net: Net) -> None:
 def inference_write(net: Net) -> None:
     with torch.inference_mode():
         net.second.weight.mul_(3)
-
-
-def foreach(net: Net) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(list(net.parameters()), 0.5)
 
 
 def plain_to_parameter(net: Net) -> None:
@@ -280,8 +264,6 @@ def assign(path: str, value: Any) -> Callable[[Net], None]:
 
 
 EDITS: dict[str, Callable[[Net], Any]] = {
-    "optimizer step": step,
-    "load_state_dict": load,
     "data.mul_": lambda net: net.second.weight.data.mul_(2),
     "data.copy_ of a bias": lambda net: net.second.bias.data.copy_(torch.ones(4)),
     "one element of data": lambda net: net.second.weight.data[3].__setitem__(3, 8.0),
@@ -303,7 +285,6 @@ EDITS: dict[str, Callable[[Net], Any]] = {
     ),
     "set_": set_source,
     "in place in inference mode": inference_write,
-    "foreach in place": foreach,
     "in place on a view": lambda net: net.second.weight.detach()[0].fill_(2),
     "new parameter": assign("second.weight", nn.Parameter(torch.full((4, 4), 0.5))),
     "bias = None": assign("second.bias", None),

@@ -10,7 +10,7 @@ stream is waited for.
 It refuses what a GPU refuses: memory of two devices in one operation, a second opening of one
 export, the next kernel after an error that nobody took. It counts, by side: ``calls`` of tensors,
 ``copies`` (of `_foreach_copy_` one where all has one dtype on one GPU, else one per tensor), among
-them ``crossings`` of devices and ``pageable`` ones, and ``waits`` of the host, as in each of these.
+them ``crossings`` of devices, and ``waits`` of the host.
 
 `installed` is for a test, `install` for the process of a replica.
 """
@@ -279,7 +279,6 @@ class FakeGpus(TorchDispatchMode):
         if homes[0] != homes[1]:
             self.count("crossings")
         if CPU in homes or (PINNED in homes and not non_blocking):
-            self.count("pageable")
             self.wait()
             return _host_copy(into, source)  # type: ignore[no-any-return]
         late = self.stream().late or self._exported(into)

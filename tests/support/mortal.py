@@ -117,18 +117,12 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     )
 
 
-def step(model: Any, optimizer: Any, x: Tensor, penalty: bool, twice: bool) -> Tensor:
-    """One training step; if asked for with a gradient penalty, and with two forwards before one
-    backward.
-    """
+def step(model: Any, optimizer: Any, x: Tensor, twice: bool = False) -> Tensor:
+    """One training step; if asked for with two forwards before one backward."""
     optimizer.zero_grad()
-    x = x.clone().requires_grad_(penalty)
     loss = model(x).square().mean()
     if twice:
         loss = loss + model(x).abs().mean()
-    if penalty:
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        loss = loss + (slope.norm(dim=1) - 1).square().mean()
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -139,14 +133,13 @@ def train(
 ) -> list[Tensor]:
     """Train, arming ``plan[step]`` before each step. The losses and the final state."""
     torch.manual_seed(7)
-    chunks, penalty = len(executor.device_ids), how.pop("penalty", False)
-    twice = how.pop("twice", False)
+    chunks, twice = len(executor.device_ids), how.pop("twice", False)
     model = DataParallel(Mortal(Everything(**how), folder), executor=executor)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     losses = []
     for number in range(steps):
         arm(folder, *plan.get(number, ()))
-        losses.append(step(model, optimizer, rows(chunks, number), penalty, twice))
+        losses.append(step(model, optimizer, rows(chunks, number), twice))
     return [*losses, *state(model)]
 
 
