@@ -45,12 +45,11 @@ def inside(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def perceptron(width: int) -> nn.Module:
-    """Two square layers."""
+def perceptron(width: int, layers: int = 2) -> nn.Module:
+    """Some square layers."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*parts, nn.Linear(width, 10))
 
 
 def vectors(width: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +102,7 @@ def texts(rows: int, words: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 SMALL_MLP, LARGE_MLP = "MLP 2.1 M, batch 64", "MLP 16.8 M, batch 256"
+TINY_MLP, DEEP_MLP = "MLP 0.04 M, batch 64", "MLP 33.6 M, batch 64"
 CONV = "ResNet-like 2.8 M, batch norm, batch 16"
 GPT2_SMALL, RESNET50 = "GPT-2 0.34 M, batch 8 x 32", "ResNet-50 23.5 M, batch 8"
 GPT2_20M = "GPT-2 19 M, batch 8 x 32"
@@ -180,6 +180,8 @@ def usable(case: str) -> bool:
 CASES = {
     SMALL_MLP: Case(lambda: perceptron(1024), lambda: vectors(1024, 64), classify, 4),
     LARGE_MLP: Case(lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1),
+    TINY_MLP: Case(lambda: perceptron(64, 8), lambda: vectors(64, 64), classify, 1),
+    DEEP_MLP: Case(lambda: perceptron(2048, 8), lambda: vectors(2048, 64), classify, 1),
     CONV: Case(residual, lambda: images(16), classify, 1, 72),
     GPT2_SMALL: Case(lambda: gpt2(64), lambda: texts(8, _SMALL_VOCABULARY, 32), inside, 4, 48),
     GPT2_20M: Case(lambda: gpt2(512), lambda: texts(8, _SMALL_VOCABULARY, 32), inside, 1),

@@ -36,6 +36,22 @@ _pinned = threading.local()
 """Memory of this thread by device and way, each with the stream that may still read it."""
 
 
+def _users(t: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata))
+
+
+_lone = torch.empty(1, device="cpu")
+_LONE = _users(_lone)
+_view = _lone.detach()
+_COUNTS = _users(_view) > _LONE
+"""Tried, not known: if another torch counts otherwise, no memory is used again."""
+
+
+def is_used(t: Tensor) -> bool:
+    """Tell if another tensor may show the same memory."""
+    return not _COUNTS or _users(t) > _LONE
+
+
 def _staging(device: torch.device, way: str, size: int, reader: Any = None) -> Tensor:
     """Return pinned memory that is kept for one device and way, once its last reader is done."""
     kept: dict[str, tuple[Tensor | None, Any]] = vars(_pinned)

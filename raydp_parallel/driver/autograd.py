@@ -661,11 +661,11 @@ def _collect(
         zeros = call.unused == "zeros" and "parameter" in filled
         for at in kept:
             resident.stand_in(call.leaves[at], zeros)
+        needed = [need and at not in kept for at, need in enumerate(needed)]  # nor zeros
     whole = [True] * len(sums)
     if any([one is not None and one.layout is not torch.strided for one in sums]):
         whole = adding.whole([part.all for part in call.parts if part is not None])
-    settled = gradients.settle(sums, call.leaves, needed, whole, call.unused, filled, call.kinds)
-    return [None if at in kept else grad for at, grad in enumerate(settled)]
+    return gradients.settle(sums, call.leaves, needed, whole, call.unused, filled, call.kinds)
 
 
 def _kept(call: CallNode, needed: Sequence[bool]) -> Set[int]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices.memory import is_used
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.lagging import plainly
 from raydp_parallel.wire.codec import Row
@@ -41,11 +42,6 @@ class Share(NamedTuple):
         return alike and (self.leaves is other.leaves or self.leaves == other.leaves)
 
 
-def _users(memory: Tensor) -> int:
-    """Count the tensors, and the storage object that asks, of some memory."""
-    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
-
-
 class _Recycled:
     """Memory of sums on the host. Threads may share it."""
 
@@ -53,19 +49,14 @@ class _Recycled:
         self._runs: dict[int, list[Tensor]] = {}
         self._size = 0
         self._lock = threading.Lock()
-        # Tried, not known: if another torch counts otherwise, no memory is used again.
-        memory = torch.empty(1, device="cpu")
-        self._alone = _users(memory)
-        view = memory.detach()
-        self._counts = _users(view) > self._alone
 
     def take(self, size: int) -> Tensor:
         """Return memory that nobody looks at, or new memory."""
-        if size < _KEPT or not self._counts:
+        if size < _KEPT:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         with self._lock:
             for run in self._runs.get(size, ()):
-                if _users(run) <= self._alone:
+                if not is_used(run):
                     return run.detach()
             if self._size > _SLACK * size:  # of models that are gone
                 self._runs.clear()

@@ -580,14 +580,15 @@ class Resident:
         self._lagging = [p for p in trained if type(p) in (nn.Parameter, self._kind)]
         for p in self._lagging:
             p.__class__ = self._kind
-        self._master.lagging = self._master.trained
+        self._master.lag()
         return len(self._lagging) == len(trained)
 
     def _catch_up(self) -> None:
         """Make parameters ordinary ones, as they have their values."""
         for p in self._lagging:
             p.__class__ = nn.Parameter
-        self._lagging, self._master.lagging = [], set()
+        self._master.catch_up()
+        self._lagging = []
 
     def lend(self) -> None:
         """Bring the driver up to date, which is what replicas get with the next call."""

@@ -136,6 +136,7 @@ class ReplicaActor:
                         raise
                     except Exception as error:  # of making the message: nothing was sent
                         channel.send(Answer(failure=exceptions.failure(error, None)))
+                    del request, answer  # before the next one needs memory
                     threads.rest()  # before the driver's next work wants the cores
                     self._server.settle()
         return ""

@@ -22,7 +22,7 @@ from raydp_parallel.replica import engine, exceptions, sync_batch_norm
 from raydp_parallel.replica.module import Built, Found, ReplicaModule
 from raydp_parallel.replica.resident import Resident
 from raydp_parallel.wire.codec import Parcel, Row, parcel
-from raydp_parallel.wire.group import Abandoned, Differing
+from raydp_parallel.wire.group import Abandoned, Differing, summable
 from raydp_parallel.wire.messages import (
     KEPT,
     SENT,
@@ -283,7 +283,7 @@ class Replica:
         """Sum gradients over the group, for its root. Where that fails, or chunks have gradients of
         other parameters, the driver gets them as they are.
         """
-        slots, grads = self.graphs[request.graph].slots, notes.value
+        home, grads = self.graphs[request.graph], notes.value
         chosen: dict[torch.dtype, list[int]] = {}
         for at, (code, grad) in enumerate(zip(request.needed, grads, strict=True)):
             plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_complex()
@@ -294,10 +294,12 @@ class Replica:
         reached = [False] * len(grads)
         exchange = self._exchange(request.group)
         try:
-            exchange.meet(0, hash(tuple([slots[at] for at in places])))
+            exchange.meet(0, hash(tuple([home.slots[at] for at in places])))
             for row in chosen.values():
-                own = [grads[at] for at in row]
-                sums += exchange.add(own, own, range(exchange.size), request.group.root)
+                run, parts = summable([home.leaves[at] for at in row], exchange.size)
+                torch._foreach_copy_(parts, [grads[at] for at in row])
+                exchange.add(run, range(exchange.size), request.group.root)
+                sums += parts if exchange.rank == request.group.root else []
         except (Abandoned, Differing):
             return
         except torch.OutOfMemoryError:

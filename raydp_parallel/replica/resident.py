@@ -13,7 +13,7 @@ from torch import Tensor
 from raydp_parallel.replica import engine
 from raydp_parallel.replica.module import ReplicaModule
 from raydp_parallel.wire.codec import Parcel, parcel
-from raydp_parallel.wire.group import Exchange
+from raydp_parallel.wire.group import Exchange, summable
 from raydp_parallel.wire.messages import (
     ADDED,
     KEPT,
@@ -35,6 +35,7 @@ class Resident:
         self._module = module
         self._kept: dict[int, dict[int, Tensor]] = {}
         self._last: dict[int, Tensor] = {}
+        self._runs: dict[torch.dtype, Tensor] = {}
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, list[list[int]]]] = {}
 
     # Gradients.
@@ -86,22 +87,23 @@ class Resident:
 
     def _sums(self, request: StepRequest, exchange: Exchange | None) -> dict[int, Tensor]:
         """Sum what chunks have kept, in the order of chunks."""
-        slots, order = request.summed, request.chunks
-        if not slots:
-            return {}
-        if exchange is None:
-            first, *others = [self.gradients(slots, chunk) for chunk in order]
-            sums = [grad.clone() for grad in first]
-            for row in others:
-                torch._foreach_add_(sums, row)
-            return dict(zip(slots, sums, strict=True))
         found: dict[int, Tensor] = {}
         # In the same order everywhere, as members exchange one after the other.
-        for dtype in dict.fromkeys([self._module.tensor(slot).dtype for slot in slots]):
-            own = [slot for slot in slots if self._module.tensor(slot).dtype == dtype]
+        for dtype in dict.fromkeys([self._module.tensor(slot).dtype for slot in request.summed]):
+            own = [slot for slot in request.summed if self._module.tensor(slot).dtype == dtype]
+            members = 1 if exchange is None else exchange.size
             like = [self._module.tensor(slot) for slot in own]
-            mine = self.gradients(own, exchange.rank) if exchange.rank in order else None
-            found.update(zip(own, exchange.add(mine, like, order), strict=True))
+            run, sums = summable(like, members, self._runs.pop(dtype, None))
+            self._runs[dtype] = run
+            chunks = request.chunks if exchange is None else [exchange.rank]
+            rows = [self.gradients(own, chunk) for chunk in chunks if chunk in request.chunks]
+            for row in rows[:1]:
+                torch._foreach_copy_(sums, row)
+            for row in rows[1:]:
+                torch._foreach_add_(sums, row)
+            if exchange is not None:
+                exchange.add(run, request.chunks)
+            found.update(zip(own, sums, strict=True))
         return found
 
     # Steps.
@@ -111,8 +113,11 @@ class Resident:
         optimizer, slots = self._optimizers[request.optimizer]
         rows = [slot for row in slots for slot in row if self._module.has(slot)]
         exchange = None if request.exchange is None else join(request.exchange)
+        grads, self._last = self._last, {}
         try:
-            grads = self._last if request.again else self._sums(request, exchange)
+            if not request.again:
+                grads.clear()  # they lie where the new ones will
+                grads = self._sums(request, exchange)
         except BaseException:
             if exchange is not None:
                 exchange.close()  # the others do not wait for this one

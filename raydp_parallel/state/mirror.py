@@ -435,6 +435,18 @@ class Master:
         self._spec_at.update(dict.fromkeys(slots, self.revision))
         self._dirty |= slots  # which makes copies to compare with
 
+    def lag(self) -> None:
+        """Let the weights that replicas train be older here. Nobody compares them with copies."""
+        if self.lagging is not self.trained:
+            self.lagging = self.trained
+            for number in self.trained:
+                self._shadows.pop(number, None)
+
+    def catch_up(self) -> None:
+        """Note that all weights are of now."""
+        self._keep_copies((self.trained & self.tensors.keys()) - self._shadows.keys())
+        self.lagging = set()
+
     @plainly
     def take(self, weights: dict[int, Tensor]) -> None:
         """Take over what replicas have trained."""

@@ -9,6 +9,7 @@ memory there. They are valid until the sender's next frame.
 from __future__ import annotations
 
 import errno
+import mmap
 import pickle
 import select
 import socket
@@ -29,6 +30,8 @@ GPU, whether a sum of its bytes is given, and the sum."""
 _CHUNK = 1 << 20
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _DESCRIPTORS = 64
+_SMALL = 32
+"""How many frames leave most of a window unused before its pages are given back."""
 _ALWAYS, _SELDOM = 8, 1000
 """How many frames are summed at first, and which later ones."""
 
@@ -62,6 +65,7 @@ class Channel:
         self._in: dict[bool, Window | GpuWindow] = {}
         self._grown = False  # the other end has not let go of the last window on a GPU yet
         self._reading: Any = None  # the stream that may still copy from the other end's window
+        self._small = 0
         self.sent = self.received = 0
 
     def fileno(self) -> int:
@@ -102,6 +106,10 @@ class Channel:
                 window = Window(size)
                 size, fds = window.size, [window.fd, *fds]
             self._out[near] = window
+        if isinstance(window, Window) and not window.registered:
+            self._small = self._small + 1 if 8 * layout.size < window.size else 0
+            if self._small == _SMALL:
+                window.map.madvise(mmap.MADV_REMOVE)
         waited = None
         if packet.tensors and window is not None:
             waited = memory.download(packet.tensors, layout, window)

@@ -32,14 +32,16 @@ from torch import Tensor, distributed
 
 from raydp_parallel.devices import memory
 from raydp_parallel.wire.messages import ExchangeRequest
-from raydp_parallel.wire.windows import Window
+from raydp_parallel.wire.windows import ALIGN, Window, alone, specs_of
 
 dist: Any = distributed  # torch's stubs lack most of what is needed to make a group directly
 
 END = -1
 """The mark of a member that has ended its part of a call."""
-_SUM, _SHARE = 1 << 20, 1 << 21
-"""Marks of sums, which those of layers do not reach."""
+_SUM = 1 << 20
+"""The mark of a sum, which those of layers do not reach."""
+_PIECE = 1 << 20
+"""Numbers that a member adds at once: what they need beside the sums stays small."""
 _PAUSE = 1e-4
 _LOOK = 0.1
 """Seconds between two looks whether NCCL is done, and whether the group still exists."""
@@ -233,31 +235,34 @@ class Exchange:
         if own is not run:
             run.copy_(own)
 
-    def add(
-        self,
-        own: Sequence[Tensor] | None,
-        like: Sequence[Tensor],
-        order: Sequence[int],
-        root: int | None = None,
-    ) -> list[Tensor]:
-        """Sum tensors of one dtype over members: each adds one part of all.
+    def add(self, run: Tensor, order: Sequence[int], root: int | None = None) -> None:
+        """Sum the members' runs in place: of each piece, each member adds one part.
 
         Args:
-            own: This member's; None if it has none.
-            like: Tensors of their shapes.
-            order: The members that have some, in the order in which they are added.
-            root: The member that gets the sums; None if all do. The others get none.
+            run: This member's; its length is a multiple of the group's size.
+            order: The members whose runs are added, in this order.
+            root: The member that gets the sums; None if all do. The others' runs stay as they are.
         """
-        part = -(-sum([t.numel() for t in like]) // self.size)
-        flat = torch.empty(part * self.size, dtype=like[0].dtype, device=like[0].device)
-        if own is not None:
-            memory.copy_row(_pieces(flat, like), [*own])
-        rows = self.swap(flat.view(self.size, part), _SUM)
-        total = rows[order[0]]
-        for member in order[1:]:
-            total.add_(rows[member])
-        found = self.share(total, _SHARE) if root is None else self.give(total, root, _SHARE)
-        return [] if found is None else _pieces(found.view(-1), like)
+        most = min(_PIECE * self.size, run.numel())
+        got = torch.empty(most, dtype=run.dtype, device=self._device)  # once, for all pieces
+        self.meet(_SUM, run.nbytes)
+        for piece in run.split(most):
+            own = self._near(piece)
+            rows, part = got[: own.numel()], own.numel() // self.size
+            self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
+            total = rows.view(self.size, part)[order[0]]
+            for member in order[1:]:
+                total.add_(rows.view(self.size, part)[member])
+            if root is None:
+                options = dist.distributed_c10d.AllgatherOptions()
+                self._do("_allgather_base", options, own, total)
+            else:
+                sent = [part if rank == root else 0 for rank in range(self.size)]
+                taken = [part if self.rank == root else 0] * self.size
+                into = own[: sum(taken)]
+                self._do("alltoall_base", dist.AllToAllOptions(), into, total, taken, sent)
+            if own.device != run.device:
+                piece.copy_(own)
 
     def exists(self) -> bool:
         """Tell if neither the driver nor a member has closed the group."""
@@ -322,17 +327,30 @@ class Exchange:
                     if looked > until or not self.exists():
                         raise Abandoned("they are gone")
             work.wait(self._patience)
+            self._begun = None  # it holds the tensors
         except RuntimeError as error:
             self.close()
             text = str(error).split(" This is typically")[0]
             raise Abandoned(f"the replicas of other chunks did not answer: {text}") from None
 
 
-def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a flat run into tensors of these shapes."""
-    sizes = [t.numel() for t in like]
-    runs = flat[: sum(sizes)].split(sizes)
-    return [run.view(t.shape) for run, t in zip(runs, like, strict=True)]
+def summable(
+    like: Sequence[Tensor], members: int, last: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Make a run for sums of so many members, and show the tensors of one dtype in it.
+
+    Args:
+        like: Tensors of their geometry.
+        members: How many there are.
+        last: The run of the last sums. It is used again if it fits and nobody has a part of it: new
+            pages cost more than the sums.
+    """
+    layout, dtype = alone(tuple(specs_of(like))), like[0].dtype
+    size = -(-layout.size // (members * ALIGN)) * members * ALIGN
+    if last is None or last.nbytes != size or memory.is_used(last):
+        del last
+        last = torch.empty(size // dtype.itemsize, dtype=dtype, device=like[0].device)
+    return last, layout.views(last.view(torch.uint8))
 
 
 def _drop(groups: list[Any], begun: Any) -> None:

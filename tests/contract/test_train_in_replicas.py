@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from harness import carried, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
@@ -384,6 +385,73 @@ def test_T5_gradients_that_are_sent(two: Executor) -> None:
         optimizer.step()
 
     compare(two, program)
+
+
+def total_norm(model: Any) -> Tensor:
+    """Return the norm of all gradients."""
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+
+class Wide(nn.Module):
+    """Gradients that are large, those of a layer that runs twice, and those that lie otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.square, self.last = nn.Linear(6, 512), nn.Linear(512, 512), nn.Linear(4, 3)
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.square(self.first(x)).relu()
+        h = torch.utils.checkpoint.checkpoint(self.square, h, use_reentrant=True)
+        return self.last(self.conv(h.view(-1, 2, 16, 16)).mean((2, 3)))
+
+
+class Looking(torch.optim.SGD):
+    """Keeps the gradients of the last step as they are, and adds them to those of this one."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            last, self.state[p]["last"] = self.state[p].get("last"), p.grad
+            p.grad = p.grad if last is None else p.grad + last
+        found = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.grad = self.state[p]["last"]
+        return found
+
+
+@pytest.mark.parametrize("kind", [Looking, torch.optim.AdamW])
+def test_T5_memory_that_is_used_again(kind: Any, two: Executor) -> None:
+    """Gradients and their sums lie where the last ones did. Each of these would see others there: a
+    step without `zero_grad`, a backward between the norm and the step, a graph that is used twice,
+    another number of rows, another model's step, an optimizer that keeps what it was given.
+    """
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        models = [DataParallel(Wide(), executor=two) for _ in range(2)]
+        keywords = {"lr": 1e-3, "fused": kind is torch.optim.AdamW}
+        optimizers = [optimizer_of(model, inside, kind, **keywords) for model in models]
+        weights = [model.module.square.weight for model in models]
+        seen, kept = [], []
+        for step in range(5):
+            for model, optimizer, weight in zip(models, optimizers, weights, strict=True):
+                if step != 1 or kind is Looking:  # which would see what is added later
+                    optimizer.zero_grad()
+                loss = model(torch.ones(1 if step == 3 else 8, 6) * (step + 1)).square().sum()
+                loss.backward(retain_graph=step == 2)
+                if step == 2:
+                    loss.backward()
+                norm = weight.grad.norm()
+                if step == 4:
+                    norm = optimizer.grad_norm() if inside else total_norm(model)
+                    model(torch.ones(4, 6)).sum().backward()
+                kept.append(weight.grad)
+                optimizer.step()
+                seen += [norm, loss.detach()]
+        seen += [grad.clone() for grad in kept[-2:]]
+        results.append([*seen, *held(models[0], optimizers[0]), *held(models[1], optimizers[1])])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 # --- deaths ---
