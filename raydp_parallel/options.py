@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean"]
@@ -20,26 +20,6 @@ _CHOICES = {"unused_grads": get_args(UnusedGrads), "scalars": get_args(Scalars)}
 
 _LONGEST = 1e6
 """The longest timeout in seconds, eleven days: `poll` counts milliseconds in 32 bits."""
-
-V = TypeVar("V")
-
-
-class Frozen(dict[str, V]):
-    """A dict that cannot be changed, and may be part of a key."""
-
-    def __hash__(self) -> int:  # type: ignore[override]  # dict has none, because it can change
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> Any:
-        return Frozen, (dict(self),)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            "Options are frozen: make new ones, as with dataclasses.replace(options, ...)"
-        )
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    update = setdefault = pop = popitem = clear = _refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +72,8 @@ class Options:
     call_timeout: float | None = None
     cpus_per_replica: float = 0.0
     gpus_per_replica: float = 1.0
-    resources: Mapping[str, float] = field(default_factory=Frozen)
-    label_selector: Mapping[str, str] = field(default_factory=Frozen)
+    resources: Mapping[str, float] = field(default_factory=dict, hash=False)
+    label_selector: Mapping[str, str] = field(default_factory=dict, hash=False)
     elastic: bool = False
     threads: int | None = None
     name: str | None = None
@@ -123,72 +103,59 @@ class Options:
         if paths != "auto" and (isinstance(paths, str) or not {*paths} <= {*GPU_PATHS}):
             self._refuse("gpu_paths", f"expected 'auto' or some of {GPU_PATHS}")
         object.__setattr__(self, "gpu_paths", paths if paths == "auto" else tuple(paths))
-        self._check_weights()
-        self._check_numbers()
-        self._check_placement()
+        weights: Any = self.chunk_weights
+        if weights is not None:
+            above = isinstance(weights, Sequence) and all(_is_number(w) and w > 0 for w in weights)
+            if not above or not 0 < math.fsum(weights) < math.inf:
+                text = "expected finite numbers above 0, one for each device, such as (4, 1)"
+                self._refuse("chunk_weights", text)
+            object.__setattr__(self, "chunk_weights", tuple(weights))
+        for name, (fits, text) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is None and name in ("call_timeout", "threads"):
+                continue
+            if not _is_number(value):
+                self._refuse(name, f"expected a number, got {type(value).__name__}", TypeError)
+            if not fits(value):
+                self._refuse(name, f"expected {text}")
+        for name in ("resources", "label_selector"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(isinstance(k, str) and k for k in value):
+                self._refuse(name, "expected a dict by name", TypeError)
+            object.__setattr__(self, name, dict(value))
+        for name, amount in self.resources.items():
+            if name in ("CPU", "GPU", "memory", "object_store_memory"):
+                text = "CPUs and GPUs are booked with cpus_per_replica and gpus_per_replica"
+                self._refuse("resources", f"expected custom resources of Ray's; {text}")
+            if not _is_number(amount) or not 0 < amount < math.inf:
+                self._refuse("resources", f"expected a number above 0 for {name!r}")
         if self.name is not None and (
             not self.name or any(c in "/:@" or not c.isprintable() for c in self.name)
         ):
-            self._refuse(
-                "name", "expected printable characters without '/', ':' and '@', such as 'train'"
-            )
-        if self.threads is not None and self.threads < 1:
-            self._refuse("threads", "expected None or at least 1")
+            text = "expected printable characters without '/', ':' and '@', such as 'train'"
+            self._refuse("name", text)
 
     def _refuse(self, name: str, text: str, kind: type[Exception] = ValueError) -> NoReturn:
         raise kind(f"Options({name}={getattr(self, name)!r}): {text}")
 
-    def _check_weights(self) -> None:
-        weights: Any = self.chunk_weights
-        if weights is None:
-            return
-        if isinstance(weights, str) or not isinstance(weights, Sequence):
-            text = "expected one number for each device, such as (4, 1)"
-            self._refuse("chunk_weights", text, TypeError)
-        if not weights or not all(_is_number(w) and 0 < float(w) < math.inf for w in weights):
-            self._refuse("chunk_weights", "expected finite numbers above 0, one for each device")
-        object.__setattr__(self, "chunk_weights", tuple(weights))
-
-    def _check_numbers(self) -> None:
-        for name in ("placement_timeout", "call_timeout", "cpus_per_replica", "gpus_per_replica"):
-            value = getattr(self, name)
-            if not _is_number(value) and not (name == "call_timeout" and value is None):
-                self._refuse(name, f"expected a number, got {type(value).__name__}", TypeError)
-        for name in ("placement_timeout", "call_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0 < seconds <= _LONGEST:
-                without = "; None waits without a limit" if name == "call_timeout" else ""
-                self._refuse(name, f"expected seconds above 0, at most {_LONGEST:g}{without}")
-        if not 0 <= self.cpus_per_replica < math.inf:
-            self._refuse("cpus_per_replica", "expected at least 0")
-        if not 0 < self.gpus_per_replica <= 1:
-            self._refuse(
-                "gpus_per_replica",
-                "expected a number above 0 and at most 1. For CPU replicas, give "
-                "device_ids=['cpu', ...]",
-            )
-
-    def _check_placement(self) -> None:
-        examples = {
-            "resources": "{'accelerator_type:A100': 0.001}",
-            "label_selector": "{'zone': 'a'}",
-        }
-        for name, example in examples.items():
-            value = getattr(self, name)
-            named = isinstance(value, Mapping) and all(isinstance(k, str) and k for k in value)
-            if not named:
-                self._refuse(name, f"expected a dict by name, such as {example}", TypeError)
-            object.__setattr__(self, name, Frozen(value))  # it is part of a key
-        for name, amount in self.resources.items():
-            if name in ("CPU", "GPU", "memory", "object_store_memory"):
-                self._refuse(
-                    "resources",
-                    "expected custom resources of Ray's; CPUs and GPUs are booked with "
-                    "cpus_per_replica and gpus_per_replica",
-                )
-            if not _is_number(amount) or not 0 < amount < math.inf:
-                self._refuse("resources", f"expected a number above 0 for {name!r}")
-
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_time(seconds: float) -> bool:
+    return 0 < seconds <= _LONGEST
+
+
+_TIME = f"seconds above 0, at most {_LONGEST:g}"
+_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "placement_timeout": (_is_time, _TIME),
+    "call_timeout": (_is_time, f"{_TIME}; None waits without a limit"),
+    "cpus_per_replica": (lambda n: 0 <= n < math.inf, "at least 0"),
+    "gpus_per_replica": (
+        lambda n: 0 < n <= 1,
+        "a number above 0 and at most 1. For CPU replicas, give device_ids=['cpu', ...]",
+    ),
+    "threads": (lambda n: n >= 1, "None or at least 1"),
+}
+"""Settings that are numbers: what they may be, and how an error says it."""

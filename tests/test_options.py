@@ -44,6 +44,10 @@ BAD: dict[str, list[Any]] = {
         ("1", 2),
         (True, 1),
         [None],
+        "auto",
+        4,
+        {1: 2},
+        torch.ones(2),
     ],
     "placement_timeout": [0, -1.0, math.inf, math.nan, 1e7],
     "call_timeout": [0.0, math.inf, math.nan, 1e7],
@@ -60,7 +64,6 @@ WRONG: dict[str, list[Any]] = {
     "call_timeout": ["1"],
     "resources": [["disk"], {1: 1}],
     "label_selector": ["zone=a"],
-    "chunk_weights": ["auto", 4, {1: 2}, torch.ones(2)],
 }
 
 
@@ -115,7 +118,7 @@ def test_defaults_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dataclasses.replace(Options(threads=2), name="a") == Options(threads=2, name="a")
 
 
-def test_dicts_are_copied_and_frozen() -> None:
+def test_dicts_are_copied() -> None:
     """They are part of a key, travel, and read as dicts."""
     mine = {"disk": 1}
     options = Options(resources=mine, label_selector={"zone": "in(a, b)"})
@@ -124,11 +127,6 @@ def test_dicts_are_copied_and_frozen() -> None:
     assert options == Options(resources={"disk": 1}, label_selector={"zone": "in(a, b)"})
     same = dataclasses.replace(options), pickle.loads(pickle.dumps(options))
     assert len({options, *same, Options()}) == 2
-    for change, given in (("update", {"x": 1}), ("pop", "disk")):
-        with pytest.raises(TypeError, match="frozen"):
-            getattr(options.resources, change)(given)
-    with pytest.raises(TypeError, match="frozen"):
-        options.resources["x"] = 1  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ("unused_grads", "scalars"))
