@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pack_sequence
 from raydp_parallel.batch import (
     gather,
     register_batch_type,
+    registry,
     rows,
     scatter,
     scatter_kwargs,
@@ -369,6 +370,12 @@ class Graphs:
         self.items = list(items)
 
 
+@pytest.fixture
+def unregistered(monkeypatch: pytest.MonkeyPatch):
+    """What a test registers ends with it."""
+    monkeypatch.setattr(registry, "registered", {})
+
+
 def split_graphs(value, chunks, dim):
     size = -(-len(value.items) // chunks)
     return [type(value)(value.items[at : at + size]) for at in range(0, len(value.items), size)]
@@ -386,11 +393,12 @@ class Speaking(Graphs):
     __gather__ = staticmethod(join_graphs)
 
 
+@pytest.mark.usefixtures("unregistered")
 def test_X_registered_type():
-    """A registered pair splits and joins, for subclasses too, until its handle is removed
-    (#52597) or its block ends; meanwhile no other may register the class.
-    """
-    handle = register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs)
+    """A registered pair splits and joins, for subclasses too (#52597)."""
+    value = Graphs("ab")
+    assert scatter(value, TWO) == [value, value]
+    register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs)
 
     class Derived(Graphs):
         pass
@@ -399,15 +407,6 @@ def test_X_registered_type():
     found = [[part.items for part in chunk[1:]] for chunk in chunks]
     assert found == [[["a", "b"]] * 2, [["c"]] * 2]
     assert gather([chunk[1] for chunk in chunks], "cpu").items == ["a", "b", "c"]
-    handle.remove()
-    handle.remove()
-    value = Graphs("ab")
-    assert scatter(value, TWO) == [value, value]
-    with register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs):
-        assert len(scatter(value, TWO)[0].items) == 1
-        with pytest.raises(ValueError, match="Graphs is registered already"):
-            register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs)
-    assert scatter(value, TWO) == [value, value]
     with pytest.raises(TypeError, match="expected a class and two callables"):
         register_batch_type(Graphs, scatter=None, gather=join_graphs)
 
@@ -420,13 +419,14 @@ def test_X_protocol():
     assert type(joined) is Speaking and joined.items == ["a", "b", "c"]
 
 
+@pytest.mark.usefixtures("unregistered")
 def test_X_custom_chunks_are_counted():
     """What a rule returns counts like a tensor's chunks, and may not exceed the devices."""
     with pytest.raises(ValueError, match=r"inputs\[0\]: size 1, 1 chunk; inputs\[1\]: 2 chunks\."):
         scatter([numbers(1), Speaking("ab")], TWO)
     text = r"inputs\[0\] was split by its own rule into 3 chunks, expected 1 to 2"
-    handle = register_batch_type(Graphs, scatter=lambda *_: [1, 2, 3], gather=join_graphs)
-    with handle, pytest.raises(ValueError, match=text):
+    register_batch_type(Graphs, scatter=lambda *_: [1, 2, 3], gather=join_graphs)
+    with pytest.raises(ValueError, match=text):
         scatter([Graphs("abc")], TWO)
 
 
@@ -582,6 +582,7 @@ def test_X2_sizes_of_any_weights(size, weights):
         assert all(abs(part - share) < 1 for part, share in zip(found, shares, strict=True))
 
 
+@pytest.mark.usefixtures("unregistered")
 def test_X2_all_values_of_a_call_are_split_alike():
     """Packed sequences and rules that take sizes, too; what has another size is refused."""
 
@@ -592,14 +593,14 @@ def test_X2_all_values_of_a_call_are_split_alike():
     def chosen(size):
         return weighted_sizes(size, 2, (4, 1))
 
-    with register_batch_type(Graphs, scatter=split, gather=join_graphs):
-        value = (numbers(5), packed(LENGTHS)), {"graphs": Graphs("abcde")}
-        inputs, kwargs = scatter_kwargs(*value, TWO, sizes=chosen)
-        assert [rows(chunk, None, 0) for chunk in inputs] == [4, 1]
-        assert [int(chunk[1].batch_sizes[0]) for chunk in inputs] == [4, 1]
-        assert [len(chunk["graphs"].items) for chunk in kwargs] == [4, 1]
-        assert [len(chunk.items) for chunk in scatter(Graphs("abcde"), TWO)] == [3, 2]
-    with pytest.raises(ValueError, match=r"different sizes.*inputs\[0\]: size 8.*size 4"):
-        scatter_kwargs((numbers(8), numbers(4)), None, TWO, sizes=chosen)
     with pytest.raises(ValueError, match=r"inputs\[0\] is split by a rule of its class that takes"):
         scatter_kwargs((Speaking("ab"),), None, TWO, sizes=chosen)
+    register_batch_type(Graphs, scatter=split, gather=join_graphs)
+    value = (numbers(5), packed(LENGTHS)), {"graphs": Graphs("abcde")}
+    inputs, kwargs = scatter_kwargs(*value, TWO, sizes=chosen)
+    assert [rows(chunk, None, 0) for chunk in inputs] == [4, 1]
+    assert [int(chunk[1].batch_sizes[0]) for chunk in inputs] == [4, 1]
+    assert [len(chunk["graphs"].items) for chunk in kwargs] == [4, 1]
+    assert [len(chunk.items) for chunk in scatter(Graphs("abcde"), TWO)] == [3, 2]
+    with pytest.raises(ValueError, match=r"different sizes.*inputs\[0\]: size 8.*size 4"):
+        scatter_kwargs((numbers(8), numbers(4)), None, TWO, sizes=chosen)

@@ -15,25 +15,7 @@ registered: dict[type, tuple[Splitter, Joiner]] = {}
 """The rules of the classes that `register_batch_type` was told."""
 
 
-class BatchTypeHandle:
-    """Ends a registration, by `remove` or at the end of a ``with``."""
-
-    def __init__(self, cls: type) -> None:
-        self._cls, self._rules = cls, registered[cls]
-
-    def remove(self) -> None:
-        """Forget the rules; calling it again does nothing."""
-        if registered.get(self._cls) is self._rules:
-            del registered[self._cls]
-
-    def __enter__(self) -> BatchTypeHandle:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
-
-
-def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> BatchTypeHandle:
+def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> None:
     """Register how values of a class are split and joined; the rules hold for subclasses too, and
     take precedence over all others.
 
@@ -54,8 +36,8 @@ def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> Batc
         def join(values, target_device, dim):
             return Ragged([row for value in values for row in value.rows])
 
-        with register_batch_type(Ragged, scatter=split, gather=join):
-            parts = scatter(Ragged([[1], [2, 3], [4]]), ["cpu", "cpu"])
+        register_batch_type(Ragged, scatter=split, gather=join)
+        parts = scatter(Ragged([[1], [2, 3], [4]]), ["cpu", "cpu"])
         assert [part.rows for part in parts] == [[[1], [2, 3]], [[4]]]
 
     Args:
@@ -64,18 +46,12 @@ def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> Batc
             parameter named ``sizes`` gets a function from the value's number of rows to the rows of
             each chunk: those of ``torch.chunk``, or as ``Options(chunk_weights=...)`` says.
         gather: ``(values, target_device, dim)`` to one value, of what the replicas returned.
-
-    Returns:
-        A handle; its ``remove()`` ends the registration, and it works in a ``with`` too.
     """
     if not isinstance(cls, type) or not callable(scatter) or not callable(gather):
         raise TypeError(
             f"expected a class and two callables, got {cls!r}, {scatter=!r}, {gather=!r}"
         )
-    if cls in registered:
-        raise ValueError(f"{cls.__qualname__} is registered already: remove() its handle first")
     registered[cls] = scatter, gather
-    return BatchTypeHandle(cls)
 
 
 def splitter_of(value: object) -> Splitter | None:
