@@ -347,14 +347,7 @@ class DataParallel(nn.DataParallel[T]):
             self._warn_of_hooks()
             if isinstance(called, LossCall):
                 called.divided(inputs, kwargs)  # raises here what is wrong here
-            chunks: Any = (inputs,)
-            chunk_kwargs: Any = (kwargs,)
-            if split:
-                chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
-                if not chunks and not chunk_kwargs:
-                    chunks, chunk_kwargs = ((),), ({},)
-            if isinstance(called, LossCall):
-                called = called.for_chunks(len(chunks), self.dim)
+            called, chunks, chunk_kwargs = self._chunks(called, inputs, kwargs, split)
             ids = self.device_ids[: len(chunks)]
             replicas = functional.calling(self.replicate(self.module, ids), called)
             if not split:
@@ -363,6 +356,17 @@ class DataParallel(nn.DataParallel[T]):
             if not gather:
                 return self.parallel_apply(replicas, chunks, chunk_kwargs)
             return self._applied(called, replicas, chunks, chunk_kwargs)
+
+    def _chunks(self, called: Any, inputs: Any, kwargs: Any, split: bool) -> tuple[Any, Any, Any]:
+        """Return what is called, and the arguments of each chunk."""
+        chunks, chunk_kwargs = (inputs,), (kwargs,)
+        if split:
+            chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
+            if not chunks and not chunk_kwargs:
+                chunks, chunk_kwargs = ((),), ({},)
+        if isinstance(called, LossCall):
+            called = called.for_chunks(len(chunks), self.dim)
+        return called, chunks, chunk_kwargs
 
     def _applied(self, called: Any, replicas: Any, chunks: Any, chunk_kwargs: Any) -> Any:
         """Run the chunks and gather."""
@@ -387,21 +391,22 @@ class DataParallel(nn.DataParallel[T]):
         own = self._has_own("parallel_apply") and self._has_own("gather")
         if numbers or not own or len(chunks) == 1:
             outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
-            if numbers:
-                place = batch.output_place(self.output_device)
-                return called.joined(outputs, place)
-            if not self._has_own("gather"):
-                return self.gather(outputs, self.output_device)
-            return self._gathered(outputs, rows, scalars)  # [10] gather
+            return self._joined(called, outputs, rows, scalars)
         with self.executor.lock:  # outputs lie in windows until they are gathered
             ids = self.device_ids[: len(chunks)]
             unused = self._options.unused_grads
             outputs = functional.apply(
                 replicas, chunks, chunk_kwargs, ids, dim=self.dim, unused=unused, lend=True
             )
-            return self._gathered(outputs, rows, scalars)
+            return self._joined(called, outputs, rows, scalars)
 
-    def _gathered(self, outputs: Any, rows: Sequence[int], scalars: Scalars) -> Any:
+    def _joined(self, called: Any, outputs: Any, rows: Sequence[int], scalars: Scalars) -> Any:
+        """Make one output of those of the chunks."""
+        if isinstance(called, LossCall) and called.reduction != "none":
+            return called.joined(outputs, batch.output_place(self.output_device))
+        if not self._has_own("gather"):
+            return self.gather(outputs, self.output_device)
+        # [10] gather
         return batch.gather(outputs, self.output_device, self.dim, scalars=scalars, weights=rows)
 
     def _run_in_place(
@@ -561,13 +566,7 @@ class DataParallel(nn.DataParallel[T]):
         ids = self.device_ids
         first = 0 if split else at % len(ids)
         with torch.no_grad():
-            chunks: Any = (inputs,)
-            chunk_kwargs: Any = (kwargs,)
-            if split:
-                chunks, chunk_kwargs = self.scatter(inputs, kwargs, ids)
-            called: Any = self._loss
-            if called is not None:
-                called = called.for_chunks(len(chunks), self.dim)
+            called, chunks, chunk_kwargs = self._chunks(self._loss, inputs, kwargs, split)
             slots = self.executor.slots(ids)
             rows: list[int] = []
             waits: list[Any] = []
@@ -584,24 +583,16 @@ class DataParallel(nn.DataParallel[T]):
         def finish() -> Any:
             with exceptions.ShortTraceback():
                 outputs = [wait() for wait in waits]
-            if called is not None and called.reduction != "none":
-                return called.joined(outputs, batch.output_place(self.output_device))
-            if not split:
+            if not split and (called is None or called.reduction == "none"):
                 return outputs[0]
-            if not self._has_own("gather"):
-                return self.gather(outputs, self.output_device)
-            return self._gathered(outputs, rows, self._options.scalars)
+            return self._joined(called, outputs, rows, self._options.scalars)
 
         return finish
 
     def _begin_in_place(
         self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any], split: bool
     ) -> Callable[[], Any]:
-        def finish() -> Any:
-            with torch.no_grad():
-                return self.forward(*inputs, **kwargs)
-
-        return finish
+        return functools.partial(torch.no_grad()(self.forward), *inputs, **kwargs)
 
     def _has_own(self, method: str) -> bool:
         """Tell if a method is this class's, and not one of a subclass or of the instance."""
