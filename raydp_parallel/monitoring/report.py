@@ -22,12 +22,6 @@ th, td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid var(-
 .busy { background: var(--busy); } .waiting { background: var(--waiting); }
 .key span { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
 .idle { background: var(--rule); }
-@media (max-width: 60rem) {
-  thead { display: none; }
-  tr { display: block; margin-bottom: 1rem; border-top: 2px solid var(--rule); }
-  td { display: flex; justify-content: space-between; }
-  td::before { content: attr(data-name); opacity: .7; }
-}
 """
 
 # No script runs and nothing is fetched, whatever an entry contains.

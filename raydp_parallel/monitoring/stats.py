@@ -230,12 +230,11 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table for a page; each cell has the name of its column, for narrow screens."""
+    """Return a table for a page."""
     head, *body = [[html.escape(cell) for cell in row] for row in rows]
     lines = []
     for row in body:
-        pairs = zip(head, row, strict=True)
-        cells = "".join(f'<td data-name="{name}">{cell}</td>' for name, cell in pairs)
+        cells = "".join(f"<td>{cell}</td>" for cell in row)
         lines.append(f"<tr>{cells}</tr>")
     names = "".join(f"<th>{name}</th>" for name in head)
     return f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
