@@ -29,8 +29,6 @@ log = logging.getLogger("raydp_parallel")
 _LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
-_START_DELAY = 0.25
-"""Seconds before a replacement starts: its imports would compete with the replayed step."""
 _CLOSED = "this executor was closed: make another, or leave `executor` out to use the process's"
 _LOOK = 0.02
 """Seconds between two looks of a call that waits for a new replica."""
@@ -113,7 +111,6 @@ class ReplicaSet:
         self._in_vain: dict[DevicePlace, int] = {}
         self._working: dict[DevicePlace, threading.Thread] = {}
         self._ended = threading.Event()
-        self._awaited = threading.Event()
         self.forked = False
         self.after_fork()
         _sets.add(self)
@@ -239,7 +236,6 @@ class ReplicaSet:
             self.recorder.died(slot.index, f"{slot} died in {phase}: {cause}")
             place = slot.place
             self._in_vain[place] = 0 if slot.answered else self._in_vain.get(place, 0) + 1
-            self._awaited.clear()
             self._begin(place, (slot.client, f"{slot} died in {phase}", cause))
 
     def cause(self, slot: ReplicaSlot) -> str:
@@ -307,7 +303,6 @@ class ReplicaSet:
         try:
             if loss is not None:
                 _report(*loss)
-                self._awaited.wait(_START_DELAY)
             client = self._start(place, ended)
         except errors.ParallelError as error:
             self._problems[place] = error
@@ -357,7 +352,6 @@ class ReplicaSet:
     def _wait(self, wanted: Collection[DevicePlace], timeout: float) -> bool:
         """Wait until a replica started in one of the places; False if none will, or not in time."""
         deadline = time.monotonic() + timeout
-        self._awaited.set()
         while not any(place in self._arrived for place in wanted):
             coming = any(place in self._working for place in wanted)
             if self._ended.wait(_LOOK):
@@ -369,7 +363,6 @@ class ReplicaSet:
     def _stop_threads(self) -> None:
         """Start no more replicas, and end those that started too late."""
         self._ended.set()
-        self._awaited.set()
         for thread in [*self._working.values()]:
             thread.join(5.0)
         with self._mutex:
