@@ -220,20 +220,14 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
         )
         unfit = "" if suits(node, options) else " (not one of those that Options allow)"
         free.append(f"node {node.id[:8]} ({node.address}): {amounts}{unfit}")
-    sizes = [node.total for node in machines if suits(node, options)]
-    large = all(any(_fits(size, booked(kind, options)) for size in sizes) for kind in kinds)
-    advice = (
-        "End what holds the rest (`ray list placement-groups` shows it; executors of this program: "
-        "close them), add nodes, or use fewer device_ids"
-        if large
-        else "No node has that much in all: give 'cpu' entries, book less, or add nodes"
-    )
     return NoRoom(
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
         f"({'; '.join(each) or 'which book nothing'}{labels}); after "
         f"{options.placement_timeout:g} s the replicas for device_ids "
         f"{[place.device_id for place in absent]} had no place. Free now: "
-        f"{'; '.join(free)}. {advice}"
+        f"{'; '.join(free)}. End what holds the rest (`ray list placement-groups` shows it; "
+        "executors of this program: close them), add nodes, book less, or use fewer device_ids or "
+        "'cpu' entries"
     )
 
 

@@ -236,8 +236,6 @@ def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossC
             "with_loss: expected a criterion that is called with the output and the targets, such "
             f"as torch.nn.CrossEntropyLoss(), got {criterion!r}"
         )
-    if reduction not in (None, *_REDUCTIONS, "batchmean"):
-        raise ValueError(f"with_loss: reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
     if count is not None and not callable(count):
         raise TypeError(f"with_loss: count must be a function, got {type(count).__name__}")
     names = [targets] if isinstance(targets, str) else targets
@@ -259,7 +257,8 @@ def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossC
         if not isinstance(criterion, nn.Module):
             criterion = functools.partial(criterion, reduction=own)
         return LossCall(criterion, targets, own, known=True)
-    if reduction == "batchmean" or (count is not None and reduction not in (None, "mean")):
+    fitting = (None, *_REDUCTIONS) if count is None else (None, "mean")
+    if reduction not in fitting:
         raise ValueError(
             f"with_loss: reduction={reduction!r} of {name}: expected 'mean', 'sum' or 'none', and "
             "a count for a mean alone"

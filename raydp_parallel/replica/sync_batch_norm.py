@@ -78,7 +78,6 @@ class CollectRow(Function):
 M = TypeVar("M", bound=nn.Module)
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -180,14 +179,10 @@ def convert_sync_batchnorm(module: M) -> M:
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, SyncBatchNorm)
     ]
     for name, part in found:
-        if isinstance(part, _LAZY):
-            raise ValueError(
-                f"convert_sync_batchnorm: {name or 'the module'} is lazy: run the module before"
-            )
         if type(part) not in _CONVERTED:
             raise TypeError(
-                f"convert_sync_batchnorm: {name or 'the module'} is a {type(part).__name__}, a "
-                "class of its own, and its forward cannot be replaced by that of batch norm"
+                f"convert_sync_batchnorm: {name or 'the module'} is a {type(part).__name__}: its "
+                "forward cannot be replaced by that of batch norm. Run a lazy module before"
             )
     for _, part in found:
         part.__class__ = SyncBatchNorm

@@ -85,7 +85,7 @@ def test_cpu_replicas_go_round() -> None:
 
 
 def test_a_cluster_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may still get nodes, so replicas wait; the error then names no holder of GPUs."""
+    """It may still get nodes, so replicas wait; the error then says what to do."""
     said: list[str] = []
     monkeypatch.setattr(ray_api, "warn_once", said.append)
     monkeypatch.setattr(ray_api, "connect", lambda: True)
@@ -96,8 +96,7 @@ def test_a_cluster_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch)
         assert len(said) == count
         wanted = places((0, 1))
         text = str(placement.no_room(wanted, wanted, Options()))
-        assert ("End what holds" in text) == bool(gpus)
-        assert ("No node has that much in all: give 'cpu'" in text) != bool(gpus)
+        assert f"0 of {gpus} GPU" in text and "or 'cpu' entries" in text
     assert "the cluster has no GPU" in said[0] and "Give 'cpu' entries" in said[0]
 
 
