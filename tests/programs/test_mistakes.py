@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Executor, Options, ParallelError
+from raydp_parallel import DataParallel, ParallelError
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -50,20 +50,6 @@ def with_generator() -> None:
     DataParallel(net, CPUS)(X)
 
 
-def closed() -> None:
-    with Executor((), options=Options(name="closed")) as executor:
-        model = DataParallel(Net(), executor=executor)
-    model(X)
-
-
-def counted(module: nn.Module) -> None:
-    DataParallel(module, CPUS).replicate(module, CPUS)[0].count = 1
-
-
-def own(out: Any, y: Any) -> Any:
-    return (out - y).abs().max()
-
-
 class Box:
     """A result of a class that nobody knows."""
 
@@ -79,15 +65,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a device instead of a list": (lambda: DataParallel(Net(), "cuda"), "give a list, such as"),
     "a GPU that is not there": (lambda: DataParallel(Net(), [0, 7]), "not in the cluster.*Use"),
     "CUDA outputs without CUDA": (lambda: DataParallel(Net(), CPUS, "cuda:0"), "Leave it out"),
-    "a function instead of a module": (lambda: DataParallel(len, CPUS), "must be a Module"),
     "a module on meta": (lambda: DataParallel(Net().to("meta"), CPUS), "to_empty.*before"),
-    "weights for other devices": (
-        lambda: DataParallel(Net(), CPUS, options=Options(chunk_weights=(4, 1, 1))),
-        "3 weights for 2 devices.*one for each",
-    ),
     "a generator in the module": (with_generator, r"module.stream is a .*generator.*Leave it out"),
     "arguments of two sizes": (lambda: call(id, X, torch.ones(2)), "give all arguments one size"),
-    "an attribute set on a replica": (lambda: counted(Net()), "count.*set it on the module"),
     "breakpoint() in forward": (
         lambda: call(lambda net: breakpoint()),
         r"DataParallel\(net, \['cpu'\]\)",
@@ -97,19 +77,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "runs the module in this process",
     ),
     "sys.exit() in forward": (lambda: call(lambda net: sys.exit(1)), "goes on"),
-    "a closed executor": (closed, "make another"),
-    "a method of the master": (
-        lambda: DataParallel(net := Net(), CPUS).run(net.forward, X),
-        r"call\(\) with its name",
-    ),
-    "a criterion that does not say what it gives": (
-        lambda: DataParallel(Net(), CPUS).with_loss(own)(X, X),
-        "reduction=",
-    ),
-    "a loss without targets": (
-        lambda: DataParallel(Net(), CPUS).with_loss(nn.MSELoss())(X),
-        r"got 1 positional arguments, of which the last 1 are targets, as in model\(x, y\)",
-    ),
     "an output of an unknown class": (
         lambda: DataParallel(Boxed(), CPUS)(X),
         "class Box.*a list.*register_batch_type",
