@@ -460,23 +460,6 @@ def test_A8_inference_mode_now_and_then(width: int, inside: bool) -> None:
     assert [t.is_inference() for t in ours] == [t.is_inference() for t in theirs]
 
 
-def test_A8_default_dtype_travels() -> None:
-    """And goes back with the next call."""
-    find = lambda: [torch.zeros(()).dtype == torch.float64]  # noqa: E731
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert found(find) == [[1.0]] * 2
-        net = nn.Linear(3, 2)
-        out = DataParallel(net, CPUS)(torch.ones(4, 3))
-        assert out.dtype == torch.float64
-        out.sum().backward()
-        assert net.weight.grad.dtype == torch.float64
-    finally:
-        torch.set_default_dtype(before)
-    assert found(find) == [[0.0]] * 2
-
-
 def flags() -> list[float]:
     """Process-wide settings, as numbers."""
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
@@ -484,7 +467,7 @@ def flags() -> list[float]:
     values += [cuda.matmul.allow_tf32, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()]
     values += [cuda.mem_efficient_sdp_enabled(), torch.are_deterministic_algorithms_enabled()]
     values += [torch.is_deterministic_algorithms_warn_only_enabled(), torch.is_anomaly_enabled()]
-    values += [torch.is_anomaly_check_nan_enabled()]
+    values += [torch.is_anomaly_check_nan_enabled(), torch.get_default_dtype() is torch.float64]
     values += [["highest", "high", "medium"].index(torch.get_float32_matmul_precision())]
     return [float(value) for value in values]
 
@@ -508,6 +491,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "flash": (torch.backends.cuda.enable_flash_sdp, False, True),
     "math": (torch.backends.cuda.enable_math_sdp, False, True),
     "matmul precision": (torch.set_float32_matmul_precision, "high", "highest"),
+    "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
     "anomaly": (torch.autograd.set_detect_anomaly, True, False),
     "anomaly without NaN check": (
         lambda on: torch.autograd.set_detect_anomaly(on, check_nan=not on),

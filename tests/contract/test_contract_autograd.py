@@ -320,16 +320,6 @@ def test_B3_no_zeros_where_no_parameter_is_used():
     assert models.ours.module.one.weight.grad is None
 
 
-@alike(Branches, plain=False)
-def test_B3_unused_in_one_call_only(model):
-    """Zeros are added to what an earlier call gave."""
-    x = data(4, 3)
-    model(x, which="two").sum().backward()
-    before = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-    model(x).sum().backward()
-    return before
-
-
 def test_B3_option_none_is_the_plain_module():
     """``Options(unused_grads="none")`` leaves the gradients of parameters None that no replica
     used.
@@ -390,16 +380,6 @@ def test_B4_grad_of_unused_under_option_none(allow_unused):
                 type(raised(lambda out=out, wanted=wanted: torch.autograd.grad(out, wanted)))
             )
     same(*results)
-
-
-@alike(mlp)
-def test_B4_allow_unused_for_strangers(model):
-    """A tensor that is not in the graph: an error, or None if allowed; the rest is right."""
-    stranger, x = leaf(3), leaf(4, 3)
-    out = model(x).sum()
-    error = raised(lambda: torch.autograd.grad(out, [x, stranger], retain_graph=True))
-    assert isinstance(error, RuntimeError)
-    return torch.autograd.grad(out, [x, stranger], allow_unused=True)
 
 
 # --- B5: parameters that some replicas use; sparse gradients ---

@@ -296,27 +296,6 @@ def test_G2_G11_scalars_become_a_vector_also_beside_batches(replicas: int) -> No
     assert_same_grads(ours, theirs)
 
 
-def test_G3_none_is_none() -> None:
-    """Alone and inside containers."""
-    same(*outputs(lambda _net, x: None, rows()))
-    same(*outputs(lambda _net, x: {"x": x, "nothing": (None, [x, None])}, rows()))
-
-
-def test_G4_G5_containers_come_back_as_upstream_s() -> None:
-    """Dicts and their subclasses, namedtuples, lists, torch's own tuples."""
-
-    def give(_net: Any, x: Tensor) -> Any:
-        return {
-            "b": OrderedDict(z=x, a=[x + 1, (x,)]),
-            "a": Pair(x, {"deep": x}),
-            "max": x.max(dim=1),
-        }
-
-    ours, theirs = outputs(give, rows(5), replicas=3)
-    same(ours, theirs)
-    assert type(ours["max"]) is torch.return_types.max
-
-
 def test_S6_sizes_that_differ_are_warned_of_once() -> None:
     """Four rows and two: upstream's result, and one warning for each wrapper that names both."""
     ours, theirs, _ = trio(Apply(lambda _net, pair: pair[0] + pair[1]), 2)

@@ -1,4 +1,4 @@
-"""Twenty steps of training real architectures: losses, gradients, weights and buffers are
+"""Twenty steps of training a real architecture: losses, gradients, weights and buffers are
 upstream's, step by step.
 """
 
@@ -91,11 +91,6 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """With momentum and weight decay."""
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
 def numbers(step: int) -> torch.Generator:
     """The same batches for all."""
     return torch.Generator().manual_seed(100 + step)
@@ -112,34 +107,6 @@ def identical(found: Run, expected: Run) -> None:
     for name, tensor in found.state.items():
         assert torch.equal(tensor, expected.state[name]), name
     assert torch.equal(found.output, expected.output)
-
-
-def perceptron() -> nn.Module:
-    """Three layers."""
-    first = nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.0)
-    return nn.Sequential(*first, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def rows(step: int) -> tuple[Tensor, Tensor]:
-    """Batches of different sizes: 30, 30, 10, as the end of an epoch."""
-    generator, count = numbers(step), (30, 30, 10)[step % 3]
-    x = torch.randn(count, 8, generator=generator)
-    return x, torch.randint(3, (count,), generator=generator)
-
-
-def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy outside of the model."""
-    return F.cross_entropy(model(x), y)
-
-
-@pytest.mark.parametrize("optimizer", [sgd, adam])
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_perceptron(replicas, optimizer):
-    """Bit-identical with upstream on 2 to 4 replicas."""
-    net = perceptron()
-    found, expected = ours(net, replicas), theirs(net, replicas)
-    run = train(found, rows, classify, optimizer(found))
-    identical(run, train(expected, rows, classify, optimizer(expected)))
 
 
 def texts(step: int) -> tuple[Tensor, Tensor]:

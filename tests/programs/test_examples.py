@@ -47,12 +47,6 @@ def example(name: str, devices: str) -> str:
     return run(f"examples/{name}.py", "--devices", devices, **alone)
 
 
-def cell(name: str, devices: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """An example's output, run in this process, as a notebook would."""
-    run_cell(name, devices)
-    return "".join(capsys.readouterr())
-
-
 def run_cell(name: str, devices: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{name}.py", "--devices", devices])
@@ -112,12 +106,8 @@ def test_the_header_shows_the_output(name: str, capsys: pytest.CaptureFixture[st
     assert numbers(printed) == pytest.approx(numbers(shown), rel=0.05)
 
 
-@pytest.mark.parametrize("devices", ["cpu,cpu", "all"])
-def test_primitives_compose_to_the_plain_module(
-    devices: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    alone = devices == "all"
-    found = example("primitives", devices) if alone else cell("primitives", devices, capsys)
+def test_primitives_compose_to_the_plain_module_in_place() -> None:
+    found = example("primitives", "all")
     assert "output (10, 4), 4 gradients; equal to the plain module: True" in found
 
 
