@@ -4,7 +4,7 @@ what holds.
 
 import enum
 import warnings
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,6 +221,7 @@ def test_G3_replicas_have_to_agree(parts):
         gather([{"x": [part]} for part in parts], "cpu")
     told = f"output['x'][0]: replica 0 returned {kinds[0]}, replica 1 {kinds[1]}"
     assert told in str(caught.value)
+    assert gather([None, None], "cpu") is None
 
 
 def test_G4_dicts():
@@ -234,6 +235,17 @@ def test_G4_dicts():
     same(gather([UserDict(x=numbers(1))] * 2, "cpu"), UserDict(x=torch.zeros(2)))
     assert dict(gather([Counter(a=1, b=0), Counter(a=2, b=0)], "cpu")) == {"a": [1, 2], "b": [0, 0]}
     assert gather([Labelled("kept"), Labelled("kept")], "cpu").label == "kept"
+
+
+@pytest.mark.parametrize(
+    "make", [list, tuple, Lists, Tuples, Pair._make, torch.return_types.max, deque, UserList]
+)
+def test_G5_sequences(make):
+    """Sequences of all kinds come back as themselves, as upstream."""
+    parts = [make([numbers(2), numbers(1)]), make([numbers(1), numbers(1)])]
+    left, right = gather(parts, "cpu"), oracle.gather(parts, 0)
+    assert type(left) is type(right) is type(parts[0])
+    same(list(left), list(right))
 
 
 def test_G5_sets():
