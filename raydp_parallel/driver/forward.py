@@ -297,11 +297,8 @@ def _answered(
         places = groups.places(executor, chunks)
         code = any(one.sends_code for one in runs)
         while True:
-            late: list[Master] = []  # which are looked at while replicas run
-            if places is None and not code:
-                late = [master for master in masters.values() if master.steady]
             for master in masters.values():
-                _look(master, code, master not in late)  # [2] look
+                _look(master, code)  # [2] look
             marks = {number: master.mark() for number, master in masters.items()}
             for one in runs:
                 if one.master.resident is not None:  # in time: chunks may wait for each other
@@ -317,9 +314,8 @@ def _answered(
             calls = [one.call() for one in runs]
             edited: list[bool] = []
 
-            def verify(edited: list[bool] = edited, late: list[Master] = late) -> None:
+            def verify(edited: list[bool] = edited) -> None:
                 edited.extend(master.verify() for master in masters.values())  # [5] verify
-                edited.extend(master.differs() for master in late)
 
             leave = functools.partial(groups.forget, executor) if places or spread else None
             try:
@@ -330,7 +326,7 @@ def _answered(
                 raise
             if not any(edited):
                 break
-            # The structure, or contents behind their versions: the same forward, with these.
+            # Contents had changed behind their versions: the same forward, with these.
             executor.replica_set.recorder.totals.reruns += 1
         executor.replica_set.recorder.totals.forwards += 1
         # Also where another chunk raises: upstream's replica 0 wrote to the master itself (row R6).
@@ -350,13 +346,11 @@ def _answered(
         return runs, answers, handle, places
 
 
-def _look(master: Master, code: bool, first: bool = True) -> None:
-    """Look at a module, after the steps that replicas make of it: at its structure, too, if that
-    comes first.
-    """
+def _look(master: Master, code: bool) -> None:
+    """Look at a module, after the steps that replicas make of it."""
     if master.resident is not None:
         master.resident.collect()
-    master.sync(code, first)
+    master.sync(code)
     if master.edited:
         master.resident.lend()
 

@@ -186,7 +186,6 @@ class Master:
         self._slots: dict[int, int] = {}
         self._next = 0
         self._structure = b""
-        self._steady = self._training = False
         self.structure_at = 0
         self._codes, self._code_at = Codes(), list[int]()
         self._sources = sources.Sent()
@@ -227,21 +226,13 @@ class Master:
 
     # Look.
 
-    @property
-    def steady(self) -> bool:
-        """True if replicas may begin before the module is looked at: the last look found nothing
-        new, and the module is in the mode that it was in then. A program that edits its module in
-        each step is looked at first, and pays for no forward that runs again.
+    def sync(self, code: bool = False) -> None:
+        """Find out what changed since the last look, and number the state if something did.
+
+        Args:
+            code: True if a function is sent besides, whose module may be new.
         """
-        return self._steady and self.module.training == self._training
-
-    def differs(self) -> bool:
-        """Look at the module while replicas run; tell if they should have what it is now."""
         found: dict[int, Tensor] = {}
-        return self._look(found) != self._structure or found.keys() != self.tensors.keys()
-
-    def _look(self, found: dict[int, Tensor]) -> bytes:
-        """Pickle the module without contents of tensors, which are listed by slot."""
 
         def slot(tensor: Tensor) -> int:
             # Ids come again when a tensor dies, so the slot's own tensor is compared.
@@ -252,31 +243,16 @@ class Master:
             found[number] = tensor
             return number
 
-        self._steady = False
-        self._training = self.module.training
         structure = look(self.module, slot, self._codes)
-        self._steady = structure == self._structure and found.keys() == self.tensors.keys()
-        return structure
-
-    def sync(self, code: bool = False, first: bool = True) -> None:
-        """Find out what changed since the last look, and number the state if something did.
-
-        Args:
-            code: True if a function is sent besides, whose module may be new.
-            first: True to look at the structure, too; `differs` does that later otherwise.
-        """
-        if first:
-            found: dict[int, Tensor] = {}
-            structure = self._look(found)
-            if not self._steady:
-                self._restructure(found)
-                self.revision += 1
-                self.structure_at = self.revision
-                self._sources.look(self.revision)
-                self._code_at += [self.revision] * (len(self._codes.kept) - len(self._code_at))
-                self._structure = structure  # last: Ctrl-C before makes the next look begin again
-            elif code and self._sources.look(self.revision + 1):
-                self.revision += 1
+        if structure != self._structure or found.keys() != self.tensors.keys():
+            self._restructure(found)
+            self.revision += 1
+            self.structure_at = self.revision
+            self._sources.look(self.revision)
+            self._code_at += [self.revision] * (len(self._codes.kept) - len(self._code_at))
+            self._structure = structure  # last: Ctrl-C before makes the next look begin again
+        elif code and self._sources.look(self.revision + 1):
+            self.revision += 1
         row = list(self.tensors.values())
         for kind in {*map(type, row)}:  # what other models' replicas train is fetched
             if issubclass(kind, Lagging) and kind.source is not self.resident:

@@ -623,42 +623,6 @@ def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
     assert sent(model)[2] == reruns + 1
 
 
-class ModeAndScale(nn.Module):
-    """Reads an attribute, and its mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = nn.Linear(4, 4), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.scale * (1 + self.training)
-
-
-def test_an_edit_of_the_structure_costs_at_most_one_rerun(sent: Any) -> None:
-    """Replicas begin before the module is looked at, if the last look found nothing new. So a
-    program that edits it in each step pays once, and one that changes its mode pays nothing.
-    """
-    net = ModeAndScale()
-    model, x = DataParallel(net, CPUS), torch.ones(4, 4)
-
-    def check(reruns: int) -> None:
-        assert torch.equal(model(x), torch.cat([net(part) for part in x.chunk(2)]))
-        assert sent(model)[2] == before + reruns
-
-    model(x), model(x)
-    before = sent(model)[2]
-    for mode in (False, True):
-        net.train(mode)
-        check(0)
-        check(0)
-    for _ in range(4):
-        net.scale += 1
-        check(1)
-    check(1)
-    net.inner = nn.Linear(4, 4)  # after a look that found nothing
-    check(2)
-
-
 def test_contents_that_replicas_have_are_kept_where_tensors_are_others(sent: Any) -> None:
     """The run of contents is laid out anew with the old ones, so that an edit that moved no version
     meanwhile is still found; flags alone lay out nothing.
