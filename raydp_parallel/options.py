@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args
@@ -13,7 +12,6 @@ Scalars = Literal["vector", "mean"]
 GpuPath = Literal["host", "ipc", "nccl"]
 
 GPU_PATHS = get_args(GpuPath)
-_VARIABLE = "RAYDP_PARALLEL_GPU_PATHS"
 """Names ways, with commas between them, and goes before ``gpu_paths``."""
 
 _CHOICES = {"unused_grads": get_args(UnusedGrads), "scalars": get_args(Scalars)}
@@ -61,8 +59,7 @@ class Options:
         gpu_paths: Ways in which bytes may leave a GPU. ``"host"``, by pinned memory, is always
             there; ``"ipc"`` is memory of a GPU that the driver and a replica share; ``"nccl"``
             carries weights and gradients from GPU to GPU. ``"auto"`` is all of them; each is tried
-            before it is used, and left out where it fails. The variable
-            ``RAYDP_PARALLEL_GPU_PATHS=host`` goes before this setting.
+            before it is used, and left out where it fails.
     """
 
     unused_grads: UnusedGrads = "zeros"
@@ -88,11 +85,7 @@ class Options:
     @property
     def ways(self) -> set[str]:
         """The ways to try: those of the environment, else those of `gpu_paths`."""
-        told = [name.strip() for name in os.environ.get(_VARIABLE, "").split(",") if name.strip()]
-        if not {*told} <= {"auto", *GPU_PATHS}:
-            raise ValueError(f"{_VARIABLE}: expected 'auto' or some of {GPU_PATHS}, got {told}")
-        chosen = told or ([self.gpu_paths] if self.gpu_paths == "auto" else self.gpu_paths)
-        return {*GPU_PATHS} if "auto" in chosen else {*chosen}
+        return {*GPU_PATHS} if self.gpu_paths == "auto" else {*self.gpu_paths}
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -68,22 +68,19 @@ def places(device_ids: tuple[DeviceId, ...]) -> tuple[DevicePlace, ...]:
 
 def device_id(entry: Any, of: str = "device_ids") -> DeviceId:
     """Return an entry of an argument in its plain form."""
-    forms = "give ints, torch devices, 'cuda:N' or 'cpu'"
+    forms = "give ints from 0, torch devices, 'cuda:N' or 'cpu'"
     if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
         raise TypeError(f"{of}: {entry!r} is a {type(entry).__name__}; {forms}")
-    if isinstance(entry, int):
-        if entry < 0:
-            hint = "logical GPUs count from 0, CPU replicas are 'cpu'"
-            raise ValueError(f"{of}: {entry} is negative; {hint}")
+    if isinstance(entry, int) and entry >= 0:
         return entry
     try:
         device = torch.device(entry)
-    except RuntimeError as error:
-        raise ValueError(f"{of}: {entry!r} names no device; {forms}") from error
+    except RuntimeError:
+        device = torch.device("meta")
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
-        raise ValueError(f"{of}: {entry!r} is neither a CUDA device nor 'cpu'")
+        raise ValueError(f"{of}: {entry!r} is neither a CUDA device nor 'cpu'; {forms}")
     if device.index is not None:
         return device.index
     # Torch's stubs know no device without an index.

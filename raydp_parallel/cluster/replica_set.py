@@ -331,7 +331,6 @@ class ReplicaSet:
                 return None
             if not starter.alive():
                 raise errors.ClusterError(_LEFT)
-            begun = time.monotonic()
             try:
                 found = starter.start([place], lambda: ended.is_set() or not starter.alive())
             except errors.PlacementError as error:
@@ -344,9 +343,6 @@ class ReplicaSet:
                 log.log(level, "device %s waits for a replica: %s", place.device_id, error)
                 continue
             self._problems.pop(place, None)
-            seconds, pid = time.monotonic() - begun, found[place].hello.pid
-            text = "a new replica for device %s (pid %d) took %.1f s"
-            log.info(text, place.device_id, pid, seconds)
             return found[place]
 
     def _wait(self, wanted: Collection[DevicePlace], timeout: float) -> bool:

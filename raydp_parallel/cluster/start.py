@@ -9,7 +9,6 @@ import re
 import secrets
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -149,7 +148,6 @@ class Starter:
                     clients[place] = self._meet(actors[place], hello, over)
                 if hello.cores:  # how a call computes must not change when others join later
                     self._cores = self._cores or hello.cores
-            _say(clients.values())
             return clients
         except BaseException as error:
             if self.alive():
@@ -230,34 +228,15 @@ class Starter:
         device = own_gpu(client.hello.gpu_uuid) if "ipc" in self._ways else None
         if device is None or not isinstance(client, NearClient):
             return True
-        begun = time.monotonic()
         try:
             client.try_ipc(device)
         except Exception as error:
             log.warning("CUDA IPC is left out, because its trial failed: %s", error)
             self._ways.discard("ipc")
             return False
-        log.debug("CUDA IPC was tried in %.1f s", time.monotonic() - begun)
         return True
 
     def release(self, wanted: Collection[DevicePlace] | None = None) -> None:
         """Release the holds of some places, by default all."""
         if self.alive():
             self._holds.release(wanted)
-
-
-def _say(clients: Collection[Client]) -> None:
-    """Log how bytes go between the driver and each GPU."""
-    on_gpus = [client for client in clients if client.hello.gpu]
-    if on_gpus:
-        names = " and ".join(sorted({client.hello.gpu for client in on_gpus}))
-        ways = Counter(_WAYS[client.link] for client in on_gpus)
-        text = ", ".join(f"{count} by {way}" for way, count in ways.items())
-        log.info("%d x %s: %s", len(on_gpus), names, text)
-
-
-_WAYS = {
-    "ipc": "CUDA IPC",
-    "windows": "pinned memory of the host",
-    "ray": "Ray's object store",
-}

@@ -219,11 +219,7 @@ class Executor:
         with self.trip():
             found = []
             for slot in self.replica_set.ready():
-
-                def request(slot: ReplicaSlot = slot) -> Any:
-                    return Forget(taken(slot))
-
-                call = ChunkCall(slot, "flush", lambda slot: request(slot), 0)
+                call = ChunkCall(slot, "flush", lambda slot: Forget(taken(slot)), 0)
                 found.append(self.dispatcher.run([call])[0].value)
             return found
 

@@ -104,7 +104,7 @@ class Holder:
         ((), ValueError, ["names no device"]),
         ([0, 7], PlacementError, ["[7]", "GPUs 0 to 1", "'cpu'"]),
         (["cuda:9"], PlacementError, ["[9]"]),
-        ([-1], ValueError, ["-1", "negative"]),
+        ([-1], ValueError, ["-1", "ints from 0"]),
         ("cpu", TypeError, ["'cpu'", "list"]),
         (2, TypeError, ["2", "list"]),
         ([True], TypeError, ["True", "bool"]),
