@@ -216,16 +216,6 @@ class Exchange:
         self._do("_allgather_base", options, got, own.view(-1))
         return got.view(self.size, *row.shape).to(row.device)
 
-    def give(self, row: Tensor, root: int, mark: int = 0) -> Tensor | None:
-        """Give one member a row; to that one it returns the rows of all, by rank."""
-        own, options, count = self._near(row), dist.AllToAllOptions(), row.numel()
-        sent = [count if rank == root else 0 for rank in range(self.size)]
-        taken = [count if self.rank == root else 0] * self.size
-        got = own.new_empty(sum(taken))
-        self.meet(mark, row.nbytes)
-        self._do("alltoall_base", options, got, own, taken, sent)
-        return got.view(self.size, count).to(row.device) if self.rank == root else None
-
     def spread(self, run: Tensor, root: int, mark: int = 0) -> None:
         """Copy a run of one member's to those of all."""
         own, options = self._near(run), dist.BroadcastOptions()
