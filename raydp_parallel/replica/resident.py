@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices import threads
 from raydp_parallel.replica import engine
 from raydp_parallel.replica.module import ReplicaModule
 from raydp_parallel.wire.codec import Parcel, parcel
@@ -164,6 +165,8 @@ class Resident:
 
     def resume(self, request: ResumeRequest) -> None:
         """Make the optimizers; the weights have come with the state."""
+        if self._module.device.type == "cpu":
+            threads.return_large_blocks()
         self._module.stepped(request.trained)
         value = request.optimizers
         made = {}
