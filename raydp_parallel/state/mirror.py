@@ -473,7 +473,8 @@ class Master:
 
     def behind(self, maps: bool) -> bool:
         """Tell if a run is to be written to before replicas get the contents of now."""
-        return maps not in self._runs or self._runs[maps].revision < self.revision
+        run = self._runs.get(maps)
+        return run is not None and run.revision < self.revision
 
     def lacking(self, slots: Sequence[Any]) -> int:
         """Count the bytes that all replicas lack, if these lie in a run."""
