@@ -31,8 +31,9 @@ with installed(2) as gpus:
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     plain.load_state_dict(net.state_dict())
     x = torch.randn(8, 8, dtype=torch.double)
+    net.cuda()  # before replicas start: a GPU that the driver does not use is not shared
     with Executor([0, 1], options=Options(placement_timeout=120)) as executor:
-        for model, batch in ((DataParallel(net.cuda(), executor=executor), x.cuda()), (plain, x)):
+        for model, batch in ((DataParallel(net, executor=executor), x.cuda()), (plain, x)):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             for _ in range(10):
                 optimizer.zero_grad()
