@@ -119,7 +119,8 @@ def test_memory_that_there_is_no_descriptor_for() -> None:
     sender.send(torch.ones(3))
     with lowered(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) - 1):
         error = raised(lambda: receiver.receive(5.0))
-    assert isinstance(error, OSError) and "descriptor" in str(error)
+    # The kernel leaves the descriptor out, or lets it in and has none for its mapping.
+    assert isinstance(error, OSError) and ("descriptor" in str(error) or error.errno == 24)
     assert isinstance(raised(lambda: receiver.receive(5.0)), (OSError, ValueError))
     sender.close()
 
