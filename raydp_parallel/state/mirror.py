@@ -436,6 +436,7 @@ class Master:
         self._keep_copies(weights.keys() & self.tensors.keys())
         self._dirty -= weights.keys()
         self.written = written
+        self._updates = {}  # which tell versions
 
     # What replicas need.
 
