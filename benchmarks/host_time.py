@@ -140,4 +140,4 @@ def run(effort: Effort) -> Report:
 
 
 if __name__ == "__main__":
-    alone(run, __doc__)
+    alone(run)
