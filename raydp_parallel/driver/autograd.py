@@ -63,6 +63,7 @@ from raydp_parallel.wire.messages import (
     Answer,
     BackwardRequest,
     ExchangeRequest,
+    Terms,
 )
 
 
@@ -353,14 +354,11 @@ def _run(
             part,
             given,
             codes.of(part, i),
+            Terms(i, context, threads, part.where, part.first, places.get(i)),
             moved=moved[id(part.mark)],
-            chunk=i,
             partial=partial,
             keep=keep,
             derived=None if makes is None else makes.key,
-            context=context,
-            threads=threads,
-            group=places.get(i),
         )
         if makes is not None and call.group is None:
             makes.recipe = trip.again
@@ -544,6 +542,7 @@ class _Trip:
         part: The chunk.
         given: The graphs that have gradients.
         needed: The fate of the leaves' gradients, as in the request.
+        terms: The terms on which it runs.
         fields: Further fields of the request.
     """
 
@@ -553,9 +552,10 @@ class _Trip:
         part: Part,
         given: Given,
         needed: bytes,
+        terms: Terms,
         **fields: Any,
     ) -> None:
-        self._executor, self._part, self._given = executor, part, given
+        self._executor, self._part, self._given, self._terms = executor, part, given, terms
         self._needed, self._fields = needed, fields
         self._grads = [grad for _, found in given for _, grad in found]
         self._versions = versions_of(self._grads)
@@ -568,13 +568,13 @@ class _Trip:
     def request(self, slot: ReplicaSlot) -> BackwardRequest:
         """Make the request."""
         if self._keeps:
-            self._part.master.resident.bring(self._fields["chunk"], slot)
+            self._part.master.resident.bring(self._terms.chunk, slot)
             self._lies = slot, slot.life
         request = self.once(slot)
         if SUMMED in self._needed:  # another time the driver sums
             self._needed = self._needed.replace(bytes([SUMMED]), bytes([SENT]))
-            if not request.group.layers:
-                self._fields["group"] = None
+            if request.terms.group is not None and not request.terms.group.layers:
+                self._terms = self._terms._replace(group=None)
         return request
 
     def note(self, leaves: Sequence[Tensor], stays: Sequence[bool]) -> None:
@@ -584,7 +584,7 @@ class _Trip:
             if at is not None and there:
                 kept.append(leaves[at])
         resident = self._part.master.resident
-        resident.kept(self._fields["chunk"], self._lies, kept, self)
+        resident.kept(self._terms.chunk, self._lies, kept, self)
 
     def repeat(self, slot: ReplicaSlot) -> None:
         """Make again what was kept, in a replica of the same weights."""
@@ -611,13 +611,12 @@ class _Trip:
             ambient.refuse_batches(error)
             raise
         return BackwardRequest(
+            self._terms,
             graph=self._part.graph.key,
             outputs=tuple((graph.key, tuple(k for k, _ in found)) for graph, found in self._given),
             grads=grads,
             needed=self._needed,
-            first=self._part.first,
             forget=taken(slot),
-            where=self._part.where,
             **self._fields,
         )
 

@@ -33,7 +33,7 @@ from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Mark, Master, versions_of
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Parcel, parcel
-from raydp_parallel.wire.messages import Answer, Failure, ForwardRequest
+from raydp_parallel.wire.messages import Answer, Failure, ForwardRequest, Terms
 
 Called = str | Callable[..., Any] | None
 """A method's name, a function that takes the module first, or None for the module itself."""
@@ -153,21 +153,17 @@ class _Run:
             self.master.resident.ready(slot)
         place, self.place = self.place, None  # another time the driver gives all
         update = self._executor.update(self.master, slot, place=place)
+        where, first = self.chunk.where, self.first
         return ForwardRequest(
+            Terms(self.number, self._context, self._threads, where, first, self.group),
             model=self.master.number,
             update=update,
             key=None if self.graph is None else self.graph.key,
-            chunk=self.number,
             called=self.called,
             arguments=self._delivered(slot),
-            context=self._context,
             seed=self.seed,
-            threads=self._threads,
-            first=self.first,
             forget=taken(slot),
             overlay=overlay,
-            where=self.chunk.where,
-            group=self.group,
             optional=self.optional,
         )
 

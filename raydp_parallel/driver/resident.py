@@ -408,7 +408,8 @@ class Resident:
             step = plan.step
             params = [*optimizer.parameters()]
             left = any(self._master.slot(p) is None and p.grad is not None for p in params)
-            apart = left or step.given or step.scale is not None
+            came = any(grad is not None for grad in step.given.values())
+            apart = left or came or step.scale is not None
             if apart or not self._chunks(step, self._members()):  # they come here anyway
                 limit = math.inf if most is None else most
                 return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error)
@@ -427,7 +428,7 @@ class Resident:
 
     def _planned(self, optimizer: Any, values: list[dict[str, Any]], norm: float | None) -> _Plan:
         """Note where gradients are."""
-        summed, zeros, given = list[int](), list[int](), dict[int, Tensor]()
+        summed, given = list[int](), dict[int, Tensor | None]()
         for number, p in self._numbered(optimizer):
             grad: Any = p.grad
             if grad is None:
@@ -435,10 +436,10 @@ class Resident:
             if not self._is_mine(grad) or grad.touched:
                 given[number] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
             elif grad.zeroed or not self._sums[number].chunks:
-                zeros.append(number)
+                given[number] = None
             else:
                 summed.append(number)
-        self._refuse_missed([*summed, *zeros])
+        self._refuse_missed([*summed, *[n for n, grad in given.items() if grad is None]])
         scales = {id(one): one for one in [self._sums[n].scale for n in summed]}
         if len(scales) > 1:  # some were clipped, and others were not
             given.update(self._total(summed))
@@ -449,7 +450,6 @@ class Resident:
             values=values,
             summed=tuple(summed),
             scale=next(iter(scales.values()), None),
-            zeros=tuple(zeros),
             given=given,
             norm=norm,
         )

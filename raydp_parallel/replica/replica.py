@@ -37,6 +37,7 @@ from raydp_parallel.wire.messages import (
     ResumeRequest,
     SnapshotRequest,
     StateUpdate,
+    Terms,
     Writes,
 )
 
@@ -187,27 +188,28 @@ class Replica:
         begun = time.perf_counter()
         notes = _Notes()
         self._awaits_backward = False
-        with self._noting(request.where, notes):
+        with self._noting(request.terms.where, notes):
             module = self._updated(request.model, request.update)
             if module.lacking:
                 return Answer(lacking=True)
-            with self._set(request):
+            with self._set(request.terms):
                 self._run(module, request, notes)
         if request.overlay is not None:
             notes.writes = Writes()
         return self._answer(notes, begun)
 
     def _run(self, module: ReplicaModule, request: ForwardRequest, notes: _Notes) -> None:
-        grad = request.context.grad and not request.context.inference
-        engine.seed(self.device, request.seed, request.chunk)
+        terms, context = request.terms, request.terms.context
+        grad = context.grad and not context.inference
+        engine.seed(self.device, request.seed, terms.chunk)
         inputs, call = self._load(request, grad)
         found = module.begin(request.overlay)
         self._last = module
         try:
-            with ambient.enter(request.context), module.noting(found):
+            with ambient.enter(context), module.noting(found):
                 output = call(module.current.module)
         finally:
-            notes.writes = module.end(found, request.first, keeps_data=not grad)  # [6] report
+            notes.writes = module.end(found, terms.first, keeps_data=not grad)  # [6] report
         # Tensors are found wherever pickle reaches, also in objects of the user's classes.
         taken = parcel(output, "output")
         outputs = taken.tensors
@@ -271,7 +273,7 @@ class Replica:
         self.forget(request.forget)
         begun = time.perf_counter()
         notes = _Notes()
-        with self._noting(request.where, notes), self._set(request):
+        with self._noting(request.terms.where, notes), self._set(request.terms):
             self._differentiate(request, notes)
             if SUMMED in request.needed:
                 self._sum(request, notes)
@@ -283,7 +285,8 @@ class Replica:
         """Sum gradients over the group, for its root. Where that fails, or chunks have gradients of
         other parameters, the driver gets them as they are.
         """
-        home, grads = self.graphs[request.graph], notes.value
+        home, grads, place = self.graphs[request.graph], notes.value, request.terms.group
+        assert place is not None
         chosen: dict[torch.dtype, list[int]] = {}
         for at, (code, grad) in enumerate(zip(request.needed, grads, strict=True)):
             plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_complex()
@@ -292,14 +295,14 @@ class Replica:
         places = [at for row in chosen.values() for at in row]
         sums: list[Tensor | None] = []
         reached = [False] * len(grads)
-        exchange = self._exchange(request.group)
+        exchange = self._exchange(place)
         try:
             exchange.meet(0, hash(tuple([home.slots[at] for at in places])))
             for row in chosen.values():
                 run, parts = summable([home.leaves[at] for at in row], exchange.size)
                 torch._foreach_copy_(parts, [grads[at] for at in row])
-                exchange.add(run, range(exchange.size), request.group.root)
-                sums += parts if exchange.rank == request.group.root else []
+                exchange.add(run, range(exchange.size), place.root)
+                sums += parts if exchange.rank == place.root else []
         except (Abandoned, Differing):
             return
         except torch.OutOfMemoryError:
@@ -310,7 +313,7 @@ class Replica:
         notes.reached = tuple(reached)
 
     def _differentiate(self, request: BackwardRequest, notes: _Notes) -> None:
-        home = self.graphs[request.graph]
+        home, terms = self.graphs[request.graph], request.terms
         outputs = [self.graphs[key].outputs[k] for key, numbers in request.outputs for k in numbers]
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
         grads = [grad.detach().clone() for grad in request.grads]
@@ -322,11 +325,11 @@ class Replica:
         self._last, self._awaits_backward = home.module, False
         # A checkpoint that runs again may write once more.
         begun = home.found.moment(home.built.buffers)
-        before = home.found.flat.clone() if request.first else None
+        before = home.found.flat.clone() if terms.first else None
         keeps = max(request.needed, default=SENT) >= KEPT
         if keeps:
-            self.resident(home.module).begin(request.chunk, home.slots, request.needed)
-        with ambient.enter(request.context), home.module.noting(home.found):
+            self.resident(home.module).begin(terms.chunk, home.slots, request.needed)
+        with ambient.enter(terms.context), home.module.noting(home.found):
             found = engine.differentiate(
                 outputs,
                 grads,
@@ -344,7 +347,7 @@ class Replica:
             self.graphs[request.derived] = graph
         if keeps:
             found, notes.reached = self.resident(home.module).keep(
-                request.chunk, home.slots, request.needed, found, request.partial
+                terms.chunk, home.slots, request.needed, found, request.partial
             )
         notes.value = found
 
@@ -361,13 +364,13 @@ class Replica:
             notes.warnings = exceptions.caught(caught)
 
     @contextlib.contextmanager
-    def _set(self, request: ForwardRequest | BackwardRequest) -> Iterator[None]:
-        threads.use(self.device, request.threads)
-        if request.group is None:
+    def _set(self, terms: Terms) -> Iterator[None]:
+        threads.use(self.device, terms.threads)
+        if terms.group is None:
             yield
             return
-        exchange = self._exchange(request.group)
-        with sync_batch_norm.taking_part(exchange, request.group.layers):
+        exchange = self._exchange(terms.group)
+        with sync_batch_norm.taking_part(exchange, terms.group.layers):
             yield
 
     def _answer(self, notes: _Notes, begun: float) -> Answer:

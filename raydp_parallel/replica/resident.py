@@ -127,10 +127,9 @@ class Resident:
             torch._foreach_mul_([*grads.values()], request.scale.to(self._module.device))
         self._last = grads
         grads = dict(grads)
-        for slot in request.zeros:
-            grads[slot] = torch.zeros_like(self._module.tensor(slot))
         for slot, grad in request.given.items():
-            grads[slot] = grad.detach().clone()
+            like = self._module.tensor(slot)
+            grads[slot] = torch.zeros_like(like) if grad is None else grad.detach().clone()
         if request.norm is not None:
             found = [grads[slot] for slot in rows if slot in grads]
             return torch.nn.utils.get_total_norm(found, request.norm)
