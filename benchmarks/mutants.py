@@ -1,0 +1,128 @@
+"""Which lines of the package does no test hold?
+
+`python -m benchmarks.mutants` changes one place of a copy of the package at a time (a statement
+goes, a condition is turned round, a comparison shifts, an operand is left out) and runs the tests.
+A mutant that no test notices is printed: either the line needs a test, or it can go. Places are
+drawn at random by `--seed`, equally many in each file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ("driver/dispatcher.py", "driver/resident.py", "replica/module.py", "state/mirror.py")
+TESTS = ("tests/contract", "tests/faults", "tests/features", "tests/programs/test_programs.py")
+SWAPPED = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """A place of a file, and what stands there instead."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    text: str
+
+
+def places(file: str, text: str) -> Iterator[Mutant]:
+    """All mutants of a file."""
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def mutant(node: ast.expr | ast.stmt, by: str) -> Mutant:
+        first = starts[node.lineno - 1] + node.col_offset
+        last = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        return Mutant(file, node.lineno, first, last, by)
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete)):
+            constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if not constant and not isinstance(target, (ast.Name, ast.Tuple)):
+                yield mutant(node, "pass")
+        elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
+            yield mutant(node.test, f"(not ({ast.unparse(node.test)}))")
+        elif isinstance(node, ast.BoolOp):
+            for left_out in node.values:
+                kept = [f"({ast.unparse(v)})" for v in node.values if v is not left_out]
+                word = " and " if isinstance(node.op, ast.And) else " or "
+                yield mutant(node, f"({word.join(kept)})")
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+            yield mutant(node, f"({left} {SWAPPED[type(node.ops[0])]} {right})")
+
+
+def survives(copy: Path, limit: float) -> bool:
+    """Return if the tests of a copy pass. One that hangs has been noticed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS]
+    command += ["-n", "2", "--dist", "loadfile", "--timeout", "90", "--no-header"]
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(limit) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+def main() -> None:
+    """Draw mutants, try each, and print those that live."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", default=FILES)
+    parser.add_argument("--each", type=int, default=15, help="mutants of each file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=900, help="seconds for the tests of one")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "results")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        for file in options.files:
+            path = copy / "raydp_parallel" / file
+            text = path.read_text()
+            found = sorted(places(file, text))
+            chosen = draw.sample(found, min(options.each, len(found)))
+            lived = 0
+            for mutant in chosen:
+                path.write_text(text[: mutant.start] + mutant.text + text[mutant.end :])
+                began = time.monotonic()
+                alive = survives(copy, options.limit)
+                lived += alive
+                was = " ".join(text[mutant.start : mutant.end].split())
+                word = "LIVES" if alive else "noticed"
+                seconds = time.monotonic() - began
+                print(f"{word} {seconds:4.0f} s  {file}:{mutant.line}  {was}  ->  {mutant.text}")
+                sys.stdout.flush()
+            path.write_text(text)
+            print(f"{file}: {len(chosen) - lived} of {len(chosen)} noticed, of {len(found)} places")
+
+
+if __name__ == "__main__":
+    main()
