@@ -8,7 +8,6 @@ hangs on its outputs, so that its backward runs as that of the others does.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -53,13 +52,11 @@ that have a loss for each element, more for those that have one for each row or 
 _DIMS = dict(_MODULES.values())
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REDUCTIONS = ("mean", "sum", "none")
-_PAIRED = ("target", "input2", "weight", "pos_weight")
-_NO_ROWS = "no argument is a tensor with rows"
 
 
 def function_of(criterion: Any) -> Loss | None:
     """The function of torch that computes a criterion; None if it is not one of torch's, or if
-    other code sees or changes its loss: it would get one for each element.
+    other code sees or changes its loss, of which nothing is known.
     """
     if isinstance(criterion, nn.Module):
         own, cls = vars(criterion), type(criterion)
@@ -105,8 +102,8 @@ class LossCall:
     def __call__(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         inputs, targets, others = self.divided(args, kwargs)
         output = module(*inputs, **others)
-        if not self.whole and self.known:
-            return self._of_torch(output, targets)
+        known = self.known and not self.whole
+        given = self._given(output, targets) if known else {}
         value = self.criterion(output, *targets)
         if self.reduction == "none":
             return value
@@ -116,23 +113,27 @@ class LossCall:
                 f"with_loss: the criterion returned a {type(value).__name__}{shape}, expected a "
                 "tensor with one number; reduction='none' gathers whatever it returns"
             )
+        # A sum of many in half precision may be infinite.
+        wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
         if self.whole or self.reduction == "sum":
-            return _wide(value), None, value.new_empty(0)
-        if self.count is not None:
+            return wide, None, value.new_empty(0)
+        if known:
+            divisor = _divisor(function_of(self.criterion), output, given, self.dim)
+        elif self.count is not None:
             divisor = self.count(output, *targets)
         else:
             rows = {*batch.sizes((args, kwargs), self.dim)}
             if len(rows) != 1:
-                seen = f"{sorted(rows)} along dim {self.dim}" if rows else _NO_ROWS
                 raise ValueError(
-                    f"with_loss: the rows of a chunk are ambiguous: {seen}: give "
-                    "with_loss(count=...)"
+                    "with_loss: the rows of a chunk are ambiguous: "
+                    f"{sorted(rows) or 'no argument is a tensor with rows'} along dim {self.dim}: "
+                    "give with_loss(count=...)"
                 )
             (divisor,) = rows
         number = torch.as_tensor(divisor, dtype=torch.float64, device=value.device)
         if number.dim() or not number >= 0:
             raise ValueError(f"with_loss: count gave {divisor!r}, expected a number, not negative")
-        total = _wide(value) * number.to(_wide(value).dtype)
+        total = wide * number.to(wide.dtype)
         # The mean of nothing may be no number; gradients of zeros let backward run all the same.
         return total if number else _zero(output, total), number, value.new_empty(0)
 
@@ -162,71 +163,47 @@ class LossCall:
             total = total / sum(part[1].to(place) for part in parts).to(total.dtype)
         return total.to(parts[0][2].dtype)
 
-    def _of_torch(self, output: Any, targets: Sequence[Any]) -> Any:
+    def _given(self, output: object, targets: Sequence[object]) -> dict[str, Any]:
+        """The arguments of a function of torch by name. Refuses outputs and targets of which chunks
+        would pair other rows than the batch.
+        """
         function: Any = function_of(self.criterion)
-        name = function.__name__
+        least, dim, name = _DIMS[function], self.dim, f"with_loss: {function.__name__}"
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"with_loss: the module returned a {type(output).__name__}, and {name} takes a "
-                "tensor: give a function that takes the one from the other, with its reduction"
+                f"{name} takes a tensor, and the module returned a {type(output).__name__}: give a "
+                "function that takes the one from the other, with its reduction"
             )
-        given = inspect.signature(function).bind(output, *targets).arguments
-        criterion: Any = copy.copy(self.criterion)
-        if isinstance(self.criterion, nn.Module):
-            criterion.reduction = "none"
-            keys = ("weight", "pos_weight", "ignore_index")
-            settings = {k: getattr(criterion, k) for k in keys if hasattr(criterion, k)}
-        else:
-            criterion = functools.partial(criterion, reduction="none")
-            settings = criterion.keywords
-        self._check_rows(function, output, given, settings)
-        losses = criterion(output, *targets)
-        if self.reduction == "none":
-            return losses
-        settings = {**settings, **given}
-        if function is F.ctc_loss and self.reduction == "mean":  # over sequences, of their means
-            lengths = torch.as_tensor(settings["target_lengths"], device=losses.device)
-            losses = losses / lengths.clamp(min=1)
-        if self.reduction == "sum":
-            return _wide(losses).sum(), None, losses.new_empty(0)
-        divisor = len(output)
-        if self.reduction == "mean":
-            divisor = _divisor(function, losses, output, settings)
-        number = torch.as_tensor(divisor, device=losses.device).to(torch.float64)
-        return _wide(losses).sum(), number, losses.new_empty(0)
-
-    def _check_rows(
-        self, function: Any, output: Tensor, given: dict[str, Any], settings: dict[str, Any]
-    ) -> None:
-        """Refuse outputs and targets of which chunks would pair other rows than the batch."""
-        least, dim, shape = _DIMS[function], self.dim, tuple(output.shape)
-        name = f"with_loss: {function.__name__}"
+        shape = tuple(output.shape)
         if len(shape) < least or not -len(shape) <= dim < len(shape):
             raise ValueError(
                 f"{name} got an output of shape {shape}, which has no rows for it: expected at "
                 f"least {least} dimensions, and rows along dim {dim}"
             )
+        given = inspect.signature(function).bind(output, *targets).arguments
+        settings = vars(self.criterion) | getattr(self.criterion, "_buffers", {})
+        settings |= getattr(self.criterion, "keywords", {})
         if function is F.ctc_loss and getattr(given.get("targets"), "ndim", 2) < 2:
             raise ValueError(f"{name}: give targets of sequences × length, not concatenated ones")
-        if least > 1 and function is not F.multilabel_soft_margin_loss:
-            return  # torch compares the rows
         at = dim - len(shape) if dim >= 0 else dim
-        for key, held in settings.items():
+        # Of the others torch compares the rows.
+        elements = least == 1 or function is F.multilabel_soft_margin_loss
+        for key, held in settings.items() if elements else ():
             if isinstance(held, Tensor) and held.dim() >= -at and held.size(at) != 1:
                 raise ValueError(
-                    f"with_loss: the {key} of {function.__name__} has shape {tuple(held.shape)}, "
-                    "so it has rows, which are not split with the batch: give it as a target, to "
-                    "the function"
+                    f"{name} has a {key} of shape {tuple(held.shape)}, so it has rows, which are "
+                    "not split with the batch: give it as a target, to the function"
                 )
-        for key, held in given.items():
+        for key, held in given.items() if elements else ():
             if not isinstance(held, Tensor) or not held.dim():
                 continue
             alike = held.dim() == len(shape)
-            if held.size(at) != shape[at] if alike else key in _PAIRED:
+            if held.size(at) != shape[at] if alike else key != "var":
                 raise ValueError(
                     f"{name}: the output has shape {shape} and the {key} {tuple(held.shape)}, "
                     f"which pairs other rows (dim {dim}) than in the whole batch"
                 )
+        return settings | given
 
 
 def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossCall:
@@ -288,16 +265,16 @@ def _own_reduction(criterion: Any, otherwise: str) -> str:
     )
 
 
-def _divisor(function: Loss, losses: Tensor, output: Tensor, given: dict[str, Any]) -> Any:
-    """The number that the mean of a criterion is divided by."""
-    weight = given.get("weight")
+def _divisor(function: Any, output: Tensor, given: dict[str, Any], dim: int) -> Any:
+    """The number that the mean of a criterion is divided by, or one in proportion to it."""
+    weight, target = given.get("weight"), given.get("target", output)
+    if function is F.ctc_loss:
+        return len(given["target_lengths"])
     if function in (F.mse_loss, F.l1_loss) and weight is not None:
         return weight.double().sum()
-    if function not in (F.cross_entropy, F.nll_loss):
-        return losses.numel()
-    target = given["target"]
-    if function is F.cross_entropy and target.shape == output.shape:  # of probabilities
-        return output.numel() // output.shape[1] if output.shape[1] else 0
+    of_classes = function in (F.cross_entropy, F.nll_loss)
+    if not of_classes or target.shape == output.shape:  # probabilities of classes
+        return output.size(dim)
     classes = target.long()  # a target of bytes would be compared with 156, and not with -100
     kept = classes != given.get("ignore_index", -100)
     if weight is None:
@@ -305,15 +282,9 @@ def _divisor(function: Loss, losses: Tensor, output: Tensor, given: dict[str, An
     return (weight.double().take(classes.masked_fill(~kept, 0)) * kept).sum()
 
 
-def _zero(output: Any, like: Tensor) -> Tensor:
+def _zero(output: object, like: Tensor) -> Tensor:
     """A zero that has the graph of the outputs."""
     zero = like.new_zeros(())
     for tensor in batch.tensors_in(output):
         zero = zero + tensor.flatten()[:0].sum().to(zero.dtype)
     return zero
-
-
-def _wide(losses: Tensor) -> Tensor:
-    """Losses that can be added up: a sum of many in half precision may be infinite."""
-    half = losses.dtype in (torch.float16, torch.bfloat16)
-    return losses.float() if half else losses
