@@ -3,26 +3,27 @@
 [Note: logical GPUs]
 Logical GPU k is the k-th in the order of nodes: the driver's first, the others by id. With
 ``gpus_per_replica=0.5`` there are two of them for each GPU. A replica goes to the node of its
-number if something is free there, else to the first that has room; then the replicas are numbered
-anew, so that ranks are in the order of nodes all the same.
+number if something is free there, else where Ray finds room; then the replicas are numbered anew,
+so that ranks are in the order of nodes all the same.
 
 [Note: groups]
-Each replica has a group, tied to a node, which outlives its process: no other job gets the GPU
-while a successor starts. Where there is no room for all, they wait as one group that is tied to no
-node: Ray places it as a whole or not at all, so that two programs do not wait for each other's
-half, and its autoscaler knows the whole demand. Names end in letters that no other has: Ray refuses
-a name that is in use, and frees that of a removed group late.
+A group outlives the processes in it: no other job gets the GPU while a successor starts. At home
+each replica has one of its own. Where there is no room for all, they wait as one group that is tied
+to no node: Ray places it as a whole or not at all, so that two programs do not wait for each
+other's half, and its autoscaler knows the whole demand. Ray itself moves the bundle of a node that
+is lost; a replica that has its group alone asks for another one, which is tied to a node that
+lives. Names end in letters that no other has: Ray refuses a name that is in use, and frees that of
+a removed group late.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -31,16 +32,11 @@ from raydp_parallel.cluster.ray_api import Group, Node, is_private, nodes
 from raydp_parallel.errors import NoRoom, PlacementError
 from raydp_parallel.options import Options
 
-T = TypeVar("T")
-
 DeviceId = int | str
 """A logical GPU of the cluster, or ``"cpu"``."""
 
-_LITTLE = 1e-6
-"""The error that sums of fractions may have."""
 
-
-class DevicePlace(NamedTuple):
+class Place(NamedTuple):
     """A device that can hold a replica: a logical ``"gpu"``, or the n-th ``"cpu"`` entry."""
 
     kind: str
@@ -52,21 +48,20 @@ class DevicePlace(NamedTuple):
         return self.number if self.kind == "gpu" else "cpu"
 
 
-Places = Sequence[DevicePlace]
-Plan = dict[DevicePlace, str]
+Places = Sequence[Place]
 
 
 @functools.lru_cache(maxsize=64)
-def places(device_ids: tuple[DeviceId, ...]) -> tuple[DevicePlace, ...]:
+def places(device_ids: tuple[DeviceId, ...]) -> tuple[Place, ...]:
     """Return the places that ``device_ids`` name. The n-th ``"cpu"`` is always the same replica."""
-    found: list[DevicePlace] = []
+    found: list[Place] = []
     for entry in device_ids:
         number = sum(p.kind == "cpu" for p in found) if entry == "cpu" else int(entry)
-        found.append(DevicePlace("cpu" if entry == "cpu" else "gpu", number))
+        found.append(Place("cpu" if entry == "cpu" else "gpu", number))
     return tuple(found)
 
 
-def device_id(entry: Any, of: str = "device_ids") -> DeviceId:
+def device_id(entry: object, of: str = "device_ids") -> DeviceId:
     """Return an entry of an argument in its plain form."""
     forms = "give ints from 0, torch devices, 'cuda:N' or 'cpu'"
     if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
@@ -87,7 +82,7 @@ def device_id(entry: Any, of: str = "device_ids") -> DeviceId:
     return torch.cuda.current_device() if torch.cuda.is_available() else 0  # type: ignore[unreachable]
 
 
-def normalize(device_ids: Sequence[Any] | None, options: Options) -> list[DeviceId]:
+def normalize(device_ids: Sequence[object] | None, options: Options) -> list[DeviceId]:
     """Return ``device_ids`` in their plain form, checked against the cluster."""
     if device_ids is None:
         return list(all_gpus(options))
@@ -151,11 +146,7 @@ def booked(kind: str, options: Options) -> dict[str, float]:
 
 def suits(node: Node, options: Options) -> bool:
     """Tell if replicas may go to a node, free or not. Labels are for Ray to compare."""
-    return _fits(node.total, options.resources)
-
-
-def _fits(amounts: Mapping[str, float], needs: Mapping[str, float]) -> bool:
-    return all(amounts.get(name, 0.0) + _LITTLE >= amount for name, amount in needs.items())
+    return all(node.total.get(name, 0.0) >= amount for name, amount in options.resources.items())
 
 
 def homes(machines: Sequence[Node], options: Options) -> list[str]:
@@ -173,65 +164,39 @@ def for_cpus(machines: Sequence[Node], options: Options) -> list[Node]:
     return [node for node in suitable if node.total.get("CPU", 0) > 0] or suitable
 
 
-def plan(wanted: Places, machines: Sequence[Node], options: Options) -> Plan:
-    """Return the node of each place for which there is room now."""
-    left = {node.id: dict(node.free) for node in machines if suits(node, options)}
+def at_home(wanted: Places, machines: Sequence[Node], options: Options) -> dict[Place, str]:
+    """Return the node of each place, for those that the cluster has, in use or not."""
     gpus, cpus = homes(machines, options), [node.id for node in for_cpus(machines, options)]
-    found: dict[DevicePlace, str] = {}
+    found = {}
     for place in wanted:
-        needs = booked(place.kind, options)
-        number = place.number if place.kind == "gpu" else place.number % max(1, len(cpus))
-        known = (gpus if place.kind == "gpu" else cpus)[number:]
-        room = [node for node in left if _fits(left[node], needs)]
-        if room:
-            node = found[place] = known[0] if known and known[0] in room else room[0]
-            for name, amount in needs.items():
-                left[node][name] = left[node].get(name, 0.0) - amount
-    rank = {node.id: number for number, node in enumerate(machines)}
-    return _in_order(found, rank.__getitem__)
-
-
-def _in_order(found: Mapping[DevicePlace, T], rank: Callable[[T], int]) -> dict[DevicePlace, T]:
-    """Hand the same out so that GPU replicas are numbered in the order of nodes."""
-    gpus = sorted(place for place in found if place.kind == "gpu")
-    ranked = sorted((found[place] for place in gpus), key=rank)
-    return {**found, **dict(zip(gpus, ranked, strict=True))}
-
-
-_SHOWN = 8
-"""Nodes that an error names."""
+        if place.kind == "cpu" and cpus:
+            found[place] = cpus[place.number % len(cpus)]
+        elif place.kind == "gpu" and place.number < len(gpus):
+            found[place] = gpus[place.number]
+    return found
 
 
 def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
     """Make the error for replicas that found no place: their needs, and what is free."""
-    machines, kinds, each, free = nodes(), [place.kind for place in wanted], [], []
+    kinds, each = [place.kind for place in wanted], []
     for kind in dict.fromkeys(kinds):
         if needs := booked(kind, options):
             amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
             each.append(f"each {kind.upper()} replica with {amounts}")
     labels = f", on nodes with {dict(options.label_selector)}" if options.label_selector else ""
-    for node in machines[:_SHOWN]:
-        amounts = ", ".join(
-            f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}"
-            for name in ("GPU", "CPU", *options.resources)
-        )
-        unfit = "" if suits(node, options) else " (not one of those that Options allow)"
-        free.append(f"node {node.id[:8]} ({node.address}): {amounts}{unfit}")
     return NoRoom(
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
         f"({'; '.join(each) or 'which book nothing'}{labels}); after "
         f"{options.placement_timeout:g} s the replicas for device_ids "
         f"{[place.device_id for place in absent]} had no place. Free now: "
-        f"{'; '.join(free)}. End what holds the rest (`ray list placement-groups` shows it; "
-        "executors of this program: close them), add nodes, book less, or use fewer device_ids or "
-        "'cpu' entries"
+        f"{ray_api.free(('GPU', 'CPU', *options.resources))}, on {len(nodes())} node(s). End what "
+        "holds the rest (`ray list placement-groups` shows it; executors of this program: close "
+        "them), add nodes, book less, or use fewer device_ids or 'cpu' entries"
     )
 
 
-_RACE = 2.0
-"""Seconds after which another job must have been faster."""
 _LOOK = 0.02
-"""Seconds between two checks of a group; Ray makes one in a few milliseconds."""
+"""Seconds between two looks at groups; Ray makes one in a few milliseconds."""
 
 
 class Hold(NamedTuple):
@@ -248,81 +213,95 @@ class Holds:
     def __init__(self, name: str, options: Options) -> None:
         self._name = name
         self._options = options
-        self._holds: dict[DevicePlace, Hold] = {}
+        self._holds: dict[Place, Hold] = {}
         self._lock = threading.Lock()  # replicas are also started in the background
         if options.label_selector and not ray_api.BY_LABEL:
             text = f"Options(label_selector=...): Ray {ray_api.VERSION} cannot place by label"
             raise PlacementError(text)
 
-    def claim(self, wanted: Places, over: Callable[[], bool]) -> dict[DevicePlace, Hold]:
+    def claim(self, wanted: Places, over: Callable[[], bool]) -> dict[Place, Hold]:
         """Hold something for each place until it is over; with ``elastic`` for some, at once."""
-        there = {node.id for node in nodes()}
-        old = {place: self._holds[place] for place in wanted if place in self._holds}
-        found = {p: hold for p, hold in old.items() if hold.group and hold.node in there}
-        self.release(old.keys() - found.keys())
-        missing = [p for p in wanted if p not in found and booked(p.kind, self._options)]
-        unbooked = [p for p in wanted if p not in found and p not in missing]
-        suitable = for_cpus(nodes(), self._options) if unbooked else []
-        for place in unbooked:
-            found[place] = Hold(None, 0, suitable[place.number % len(suitable)].id)
-        if missing:
-            found |= self._reserve(missing, over)
+        machines = nodes()
+        there = {node.id for node in machines}
+        known = {place: self._holds[place] for place in wanted if place in self._holds}
+        self.release([place for place, hold in known.items() if hold.node not in there])
+        found = {place: hold for place, hold in known.items() if hold.node in there}
+        for place, hold in known.items():  # Ray moves the bundles of groups that stay
+            while place in self._holds and place not in found and not over():
+                if hold.group is not None and ray_api.is_placed(hold.group):
+                    found[place] = hold._replace(node=ray_api.nodes_of(hold.group)[hold.bundle])
+                time.sleep(_LOOK)
+        home = at_home(wanted, machines, self._options)
+        missing = [place for place in wanted if place not in self._holds]
+        for place in missing:
+            if not booked(place.kind, self._options):
+                found[place] = Hold(None, 0, home[place])
+        if missing := [place for place in missing if place not in found]:
+            found |= self._reserve(missing, home, over)
         with self._lock:
             self._holds |= found
         return found
 
-    def _reserve(self, wanted: Places, over: Callable[[], bool]) -> dict[DevicePlace, Hold]:
-        elastic = self._options.elastic
-        planned = {} if self._options.label_selector else plan(wanted, nodes(), self._options)
-        while not over():
-            if len(planned) == len(wanted) or (elastic and planned):
-                parts = [{place: node} for place, node in planned.items()]
-                if found := self._wait(parts, over, len(parts), _RACE):
-                    return found
-            # Elastic replicas wait as a group each, others as one group for all.
-            parts = [{p: ""} for p in wanted] if elastic else [dict.fromkeys(wanted, "")]
-            found = self._wait(parts, over, 1, math.inf)
-            if elastic and found:
-                return found
-            planned = {place: hold.node for place, hold in found.items()}
-            ray_api.remove({hold.group for hold in found.values() if hold.group is not None})
-        return {}
+    def _reserve(
+        self, wanted: Places, home: Mapping[Place, str], over: Callable[[], bool]
+    ) -> dict[Place, Hold]:
+        """Ask at home, with a group for each place, then anywhere; see [Note: groups]."""
+        elastic, each = self._options.elastic, [[place] for place in wanted]
+        found = {}
+        near = [[place] for place in wanted if place in home]
+        if near and not self._options.label_selector and (elastic or len(near) == len(each)):
+            found = self._ask(near, home, over)
+        return found or self._ask(each if elastic else [wanted], {}, over)
 
-    def _wait(
-        self, parts: Sequence[Plan], over: Callable[[], bool], enough: int, most: float
-    ) -> dict[DevicePlace, Hold]:
-        """Make a group for each part, tied to nodes that are named, and wait until enough are
-        placed. The others are removed.
+    def _ask(
+        self, parts: Sequence[Places], home: Mapping[Place, str], over: Callable[[], bool]
+    ) -> dict[Place, Hold]:
+        """Make a group for each part, and return the holds if all have room; with ``elastic`` those
+        that have. With homes the groups are tied to these, and wait for no room.
         """
-        made: list[tuple[Group, list[DevicePlace]]] = []
-        ready: list[tuple[Group, list[DevicePlace]]] = []
+        made: list[tuple[Group, Places]] = []
+        kept: list[Group] = []
         begun = time.monotonic()
         try:
             for part in parts:
                 bundles = [booked(place.kind, self._options) for place in part]
                 devices = ",".join(f"{'cpu' * (p.kind == 'cpu')}{p.number}" for p in part)
                 name = f"raydp:{self._name}:{devices}~{uuid.uuid4().hex[:8]}"
-                labels = self._options.label_selector
-                made.append((ray_api.group(name, bundles, [*part.values()], labels), [*part]))
-            while len(found := [m for m in made if ray_api.is_placed(m[0])]) < enough:
-                if over() or time.monotonic() > begun + most:
+                pins = [home.get(place, "") for place in part]
+                group = ray_api.group(name, bundles, pins, self._options.label_selector)
+                made.append((group, part))
+            while True:
+                placed = [ray_api.is_placed(group) for group, _ in made]
+                if (None not in placed and (home or any(placed))) or over():
                     break
                 time.sleep(_LOOK if time.monotonic() < begun + 1 else 10 * _LOOK)
-            if len(found) < len(made) and not self._options.elastic:
+            if not all(placed) and not self._options.elastic:
                 return {}
             holds = {}
-            for group, members in found:
-                for bundle, node in enumerate(ray_api.nodes_of(group)):
-                    holds[members[bundle]] = Hold(group, bundle, node)
-            rank = {node.id: number for number, node in enumerate(nodes())}
-            ready = found
-            return _in_order(holds, lambda hold: rank.get(hold.node, len(rank)))
+            for (group, part), there in zip(made, placed, strict=True):
+                if there:
+                    kept.append(group)
+                    for bundle, node in enumerate(ray_api.nodes_of(group)):
+                        holds[part[bundle]] = Hold(group, bundle, node)
+            return _in_order(holds, [node.id for node in nodes()])
         finally:
-            ray_api.remove([m[0] for m in made if m not in ready])
+            ray_api.remove([group for group, _ in made if group not in kept])
 
-    def release(self, wanted: Collection[DevicePlace] | None = None) -> None:
-        """Release the holds of some places, by default all."""
+    def release(self, wanted: Collection[Place] | None = None) -> None:
+        """Release the holds of some places, by default all. A group that others have, too, stays
+        with all of its holds.
+        """
         with self._lock:
-            chosen = [*(self._holds if wanted is None else wanted)]
-            gone = [self._holds.pop(place) for place in chosen if place in self._holds]
-        ray_api.remove([hold.group for hold in gone if hold.group is not None])
+            chosen = {*(self._holds if wanted is None else wanted)}
+            kept = {h.group for place, h in self._holds.items() if place not in chosen} - {None}
+            gone = [p for p, hold in self._holds.items() if p in chosen and hold.group not in kept]
+            groups = {self._holds.pop(place).group for place in gone}
+        ray_api.remove([group for group in groups if group is not None])
+
+
+def _in_order(holds: Mapping[Place, Hold], order: Sequence[str]) -> dict[Place, Hold]:
+    """Hand the same out so that GPU replicas are numbered in the order of nodes."""
+    rank = {node: number for number, node in enumerate(order)}
+    gpus = sorted(place for place in holds if place.kind == "gpu")
+    ranked = sorted((holds[place] for place in gpus), key=lambda h: rank.get(h.node, len(rank)))
+    return {**holds, **dict(zip(gpus, ranked, strict=True))}

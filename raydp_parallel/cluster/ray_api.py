@@ -18,13 +18,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 from ray._private import worker
 from ray._private.state import state
-from ray._private.utils import get_ray_address_file, read_ray_address  # type: ignore[attr-defined]
 from ray._private.worker import global_worker
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.metrics import Counter as Counter
 from ray.util.metrics import Gauge as Gauge
 from ray.util.placement_group import (
@@ -64,7 +65,7 @@ def session() -> Callable[[], bool]:
     to Ray would start another cluster.
     """
     core = global_worker.core_worker  # type: ignore[attr-defined]
-    return lambda: global_worker.connected and global_worker.core_worker is core  # type: ignore[attr-defined]
+    return lambda: connected() and global_worker.core_worker is core  # type: ignore[attr-defined]
 
 
 class _ParentsConnection:
@@ -174,17 +175,21 @@ def join(address: str | None) -> None:
             os.environ.pop(NICENESS, None)
 
 
+def _temporary() -> str:
+    """Return the folder in which Ray has its own."""
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR", "/tmp")
+
+
 def _folder() -> str | None:
     """Make the folder for the files of clusters, which only this user may enter; None if names of
     sockets in it would be too long.
     """
-    place = os.path.dirname(os.path.dirname(get_ray_address_file(None)))
-    made = os.path.join(place, f"raydp-{os.getuid()}")
+    made = os.path.join(_temporary(), f"raydp-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(made, 0o700)
     found = os.lstat(made)
     if found.st_uid != os.getuid() or found.st_mode & 0o077:  # who made it can do what he likes
-        made = tempfile.mkdtemp(prefix="raydp-", dir=place)
+        made = tempfile.mkdtemp(prefix="raydp-", dir=_temporary())
     folder = os.path.join(made, "ray")  # Ray lets all users write to this one
     return folder if len(folder) <= _LONGEST else None
 
@@ -195,14 +200,16 @@ def _noted(start: bool) -> str:
 
     Not address="auto", which also finds the private cluster of another program's ray.init().
     """
-    address = read_ray_address()
-    if not address:
+    file = Path(_temporary(), "ray", "ray_current_cluster")  # as the manual of ray.init() says
+    try:
+        address = file.read_text().strip()
+    except FileNotFoundError:
         return ""
     if why := _silent(address):
         if start:
             warn_once(f"the cluster at {address}, which Ray noted, {why}: another is started")
         return ""
-    return str(get_ray_address_file(None))
+    return str(file)
 
 
 warn_once = functools.cache(log.warning)
@@ -278,24 +285,27 @@ def in_short(error: BaseException) -> str:
 
 
 class Node(NamedTuple):
-    """A living node, with all of its resources and those that are free."""
+    """A living node, with all of its resources."""
 
     id: str
     address: str
     total: Mapping[str, float]
-    free: Mapping[str, float]
 
 
 def nodes() -> list[Node]:
     """Return the living nodes that do not drain, the driver's first, then by id."""
-    first, free, leaving = here(), state.available_resources_per_node(), draining()
-    found = []
+    first, leaving, found = here(), draining(), []
     for entry in ray.nodes():
         name = entry["NodeID"]
         if entry["Alive"] and name not in leaving:
-            address, total = entry["NodeManagerAddress"], entry["Resources"]
-            found.append(Node(name, address, total, free.get(name, {})))
-    return sorted(found, key=lambda node: (node.id != first, node.id))
+            found.append(Node(name, entry["NodeManagerAddress"], entry["Resources"]))
+    return sorted(found, key=lambda one: (one.id != first, one.id))
+
+
+def free(names: Sequence[str]) -> str:
+    """Say how much of some resources the cluster has, and how much of that nobody holds."""
+    now, total = ray.available_resources(), ray.cluster_resources()
+    return ", ".join(f"{now.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in names)
 
 
 def own_address() -> str:
@@ -326,9 +336,13 @@ def group(
     return made
 
 
-def is_placed(group: Group) -> bool:
-    """Tell if a group has got its bundles."""
-    return bool(placement_group_table(group).get("state") == "CREATED")
+def is_placed(group: Group) -> bool | None:
+    """Tell if a group has got its bundles; None until Ray has looked for room."""
+    known = placement_group_table(group)
+    if known.get("state") == "CREATED":
+        return True
+    why = known.get("stats", {}).get("scheduling_state")
+    return False if why in ("NO_RESOURCES", "INFEASIBLE") else None
 
 
 def nodes_of(group: Group) -> list[str]:
@@ -354,21 +368,25 @@ _NAMESPACE = b"raydp_parallel/1"
 """The number is another one after each change of an entry's fields: other versions see none."""
 
 
-def record(metric: Any, value: float, labels: Mapping[str, str]) -> None:
+_NOTHING = 5e-324  # the least number above 0
+
+
+def record(metric: Counter | Gauge, value: float, labels: dict[str, str]) -> None:
     """Add to a counter, or set a gauge."""
-    # Not inc(), which refuses 0: a counter that begins at 0 shows its first step as one.
-    metric._record(value, dict(labels))
+    if isinstance(metric, Gauge):
+        metric.set(value, labels)
+    else:  # inc() refuses 0, but a counter that does not begin at 0 shows its first step as none
+        metric.inc(value or _NOTHING, labels)
 
 
 def put_entry(key: str, value: str) -> None:
     """Write an entry of Ray's key-value store; ``key`` begins with the job and a colon."""
-    store = global_worker.gcs_client  # type: ignore[attr-defined]
-    store.internal_kv_put(key.encode(), value.encode(), True, _NAMESPACE)
+    internal_kv_get_gcs_client().internal_kv_put(key.encode(), value.encode(), True, _NAMESPACE)
 
 
 def delete_entry(key: str) -> None:
     """Delete an entry."""
-    global_worker.gcs_client.internal_kv_del(key.encode(), False, _NAMESPACE)  # type: ignore[attr-defined]
+    internal_kv_get_gcs_client().internal_kv_del(key.encode(), False, _NAMESPACE)
 
 
 def entries(address: str | None = None) -> list[str]:

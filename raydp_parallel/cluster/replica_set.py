@@ -17,7 +17,7 @@ from typing import Any
 
 from raydp_parallel import errors
 from raydp_parallel.cluster.clients import Client, end_all
-from raydp_parallel.cluster.placement import DeviceId, DevicePlace, places
+from raydp_parallel.cluster.placement import DeviceId, Place, places
 from raydp_parallel.cluster.start import Starter
 from raydp_parallel.devices.cuda import Hello, check_balance
 from raydp_parallel.monitoring.recorder import Recorder
@@ -53,7 +53,7 @@ class ReplicaSlot:
         pending: The request that it has not answered yet.
     """
 
-    def __init__(self, place: DevicePlace, index: int) -> None:
+    def __init__(self, place: Place, index: int) -> None:
         self.place, self.index = place, index
         self.client: Any = None
         self.life = 0
@@ -102,14 +102,14 @@ class ReplicaSet:
 
     def __init__(self, options: Options, name: str) -> None:
         self.options = options
-        self.slots: dict[DevicePlace, ReplicaSlot] = {}
+        self.slots: dict[Place, ReplicaSlot] = {}
         self.recorder = Recorder(name)
         self.closed = False
         self._starter: Starter | None = None
-        self._arrived: dict[DevicePlace, Client] = {}
-        self._problems: dict[DevicePlace, errors.ParallelError] = {}
-        self._in_vain: dict[DevicePlace, int] = {}
-        self._working: dict[DevicePlace, threading.Thread] = {}
+        self._arrived: dict[Place, Client] = {}
+        self._problems: dict[Place, errors.ParallelError] = {}
+        self._in_vain: dict[Place, int] = {}
+        self._working: dict[Place, threading.Thread] = {}
         self._ended = threading.Event()
         self.forked = False
         self.after_fork()
@@ -162,7 +162,7 @@ class ReplicaSet:
         self._starter = Starter(self.recorder.name, self.options, ranks)
         return self._starter
 
-    def _fill(self, missing: Sequence[DevicePlace]) -> None:
+    def _fill(self, missing: Sequence[Place]) -> None:
         """Start replicas in new places; see to it that the others' are on their way."""
         now = [p for p in missing if p not in self.slots or self.slots[p].state == "starting"]
         self._ensure([place for place in missing if place not in now])
@@ -177,10 +177,10 @@ class ReplicaSet:
         hellos = [(slot.place.number, slot.client.hello) for slot in self.ready()]
         check_balance([(number, hello) for number, hello in hellos if hello.memory])
 
-    def _slot(self, place: DevicePlace) -> ReplicaSlot:
+    def _slot(self, place: Place) -> ReplicaSlot:
         return self.slots.setdefault(place, ReplicaSlot(place, len(self.slots)))
 
-    def _install(self, started: Mapping[DevicePlace, Client]) -> None:
+    def _install(self, started: Mapping[Place, Client]) -> None:
         for place, client in started.items():
             slot = self._slot(place)
             slot.install(client)
@@ -281,13 +281,13 @@ class ReplicaSet:
 
     # Replacements.
 
-    def _ensure(self, wanted: Collection[DevicePlace]) -> None:
+    def _ensure(self, wanted: Collection[Place]) -> None:
         """Make sure that a replica starts in each place."""
         for place in wanted:
             if place not in self._arrived:
                 self._begin(place, None)
 
-    def _begin(self, place: DevicePlace, loss: _Loss | None) -> None:
+    def _begin(self, place: Place, loss: _Loss | None) -> None:
         thread = threading.Thread(
             target=self._work, args=(place, loss, self._ended), name="raydp-respawn", daemon=True
         )
@@ -298,7 +298,7 @@ class ReplicaSet:
             self._working[place] = thread
         thread.start()
 
-    def _work(self, place: DevicePlace, loss: _Loss | None, ended: threading.Event) -> None:
+    def _work(self, place: Place, loss: _Loss | None, ended: threading.Event) -> None:
         client = None
         try:
             if loss is not None:
@@ -318,7 +318,7 @@ class ReplicaSet:
             if client is not None:
                 client.end()
 
-    def _start(self, place: DevicePlace, ended: threading.Event) -> Client | None:
+    def _start(self, place: Place, ended: threading.Event) -> Client | None:
         starter = self._starter
         assert starter is not None
         while True:
@@ -345,7 +345,7 @@ class ReplicaSet:
             self._problems.pop(place, None)
             return found[place]
 
-    def _wait(self, wanted: Collection[DevicePlace], timeout: float) -> bool:
+    def _wait(self, wanted: Collection[Place], timeout: float) -> bool:
         """Wait until a replica started in one of the places; False if none will, or not in time."""
         deadline = time.monotonic() + timeout
         while not any(place in self._arrived for place in wanted):

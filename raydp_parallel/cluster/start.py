@@ -17,9 +17,9 @@ import torch
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import Client, FarClient, NearClient, end_all
 from raydp_parallel.cluster.placement import (
-    DevicePlace,
     Hold,
     Holds,
+    Place,
     Places,
     booked,
     for_cpus,
@@ -46,7 +46,7 @@ class Starter:
     numbers of the places that are known already.
     """
 
-    def __init__(self, name: str, options: Options, ranks: Mapping[DevicePlace, int]) -> None:
+    def __init__(self, name: str, options: Options, ranks: Mapping[Place, int]) -> None:
         ray_api.connect()
         self.alive = ray_api.session()
         self._name, self._options, self._ranks = name, options, {**ranks}
@@ -83,7 +83,7 @@ class Starter:
             self._leaving = ray_api.draining()
         return self._leaving
 
-    def start(self, wanted: Places, cancelled: Cancelled = None) -> dict[DevicePlace, Client]:
+    def start(self, wanted: Places, cancelled: Cancelled = None) -> dict[Place, Client]:
         """Start a replica in each place, or raise `PlacementError`; with ``elastic`` in some.
 
         A place keeps its part of the cluster, also for its next replica, until it is released.
@@ -105,8 +105,8 @@ class Starter:
             if cancelled is not None and cancelled():
                 raise PlacementError("this start is not needed any more")
 
-        actors: dict[DevicePlace, Any] = {}
-        clients: dict[DevicePlace, Client] = {}
+        actors: dict[Place, Any] = {}
+        clients: dict[Place, Client] = {}
         try:
             holds = self._holds.claim(wanted, over)
             absent = [place for place in wanted if place not in holds]
@@ -161,7 +161,7 @@ class Starter:
                 raise PlacementError(f"a replica did not start{hint}: {error}") from None
             raise
 
-    def _create(self, place: DevicePlace, hold: Hold) -> Any:
+    def _create(self, place: Place, hold: Hold) -> Any:
         """Start an actor. Its name ends in a number if there is another of that name."""
         needs = booked(place.kind, self._options)
         rank = self._ranks.setdefault(place, len(self._ranks))
@@ -182,7 +182,7 @@ class Starter:
                     raise
         raise AssertionError("numbers do not end")
 
-    def _compare(self, place: DevicePlace, theirs: Mapping[str, str]) -> None:
+    def _compare(self, place: Place, theirs: Mapping[str, str]) -> None:
         """Refuse a replica with another version of this package; warn of another torch or NumPy."""
         for name, mine in versions().items():
             if theirs[name] == mine:
@@ -236,7 +236,7 @@ class Starter:
             return False
         return True
 
-    def release(self, wanted: Collection[DevicePlace] | None = None) -> None:
+    def release(self, wanted: Collection[Place] | None = None) -> None:
         """Release the holds of some places, by default all."""
         if self.alive():
             self._holds.release(wanted)

@@ -42,7 +42,7 @@ def test_several_nodes() -> None:
         "two nodes train as one process does, a package that only the driver has",
         "PlacementError asked for 3 GPU and 0 CPU replicas (each GPU replica with 1 GPU); "
         "after 1 s",
-        "0 of 1 GPU, 1 of 1 CPU; node ",
+        "Free now: 0 of 2 GPU, 2 of 2 CPU, on 3 node(s)",
         "cpu replicas are spread over the nodes that have CPUs",
         "a node that is added meanwhile is used, and the autoscaler knew",
         "nodes are lost in each phase, and training gives the same",
