@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
-from raydp_parallel.driver import gradients, groups
+from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import (
     ChunkCall,
     RemoteGraph,
@@ -48,10 +48,11 @@ from raydp_parallel.driver.dispatcher import (
     raise_first,
 )
 from raydp_parallel.driver.executor import Executor, taken
-from raydp_parallel.driver.gradients import Share, Sums
+from raydp_parallel.driver.gradients import Leaf, Numbers, Sums
 from raydp_parallel.errors import ExecutorClosed, StateChanged
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
+from raydp_parallel.state.lagging import plainly
 from raydp_parallel.state.mirror import Mark, Master, versions_of
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import (
@@ -75,7 +76,7 @@ class Part(NamedTuple):
         slot: The slot that it is for.
         master: Its model.
         mark: The model's tensors after the forward.
-        leaves: Which of the call's leaves the module's are; None for those that were not reached.
+        leaves: Which of the call's leaves those of the module are.
         inputs: Which of them its own inputs are.
         first: True if its writes come back.
         where: The place that an exception names.
@@ -85,13 +86,13 @@ class Part(NamedTuple):
     slot: ReplicaSlot
     master: Master
     mark: Mark
-    leaves: Sequence[int | None]
-    inputs: Sequence[int | None]
+    leaves: Numbers
+    inputs: Numbers
     first: bool
     where: str | None
 
     @property
-    def all(self) -> Sequence[int | None]:
+    def all(self) -> Numbers:
         """All leaves, in the order of its graph."""
         return [*self.leaves, *self.inputs]
 
@@ -106,7 +107,6 @@ class CallNode:
     Args:
         executor: The executor that runs it.
         leaves: The tensors that gradients may be asked for.
-        kinds: The kind of each: ``"parameter"``, ``"buffer"``, ``"attribute"`` or ``"input"``.
         unused: The gradients of unused parameters.
         parents: The calls that it is derived from.
         group: Makes the chunks' places in a group that exchanges tensors; None if they do not.
@@ -114,7 +114,7 @@ class CallNode:
     Attributes:
         token: The output of its `Fork`.
         shared: True if it shares nodes with another call.
-        parts: Its chunks; None for one without a graph.
+        parts: Its chunks that have a graph, by number.
         outputs: For chunks that exchange tensors, a description of each output; None without a
             gradient.
         passes: Gradients that each running pass of torch's engine brought, by its number.
@@ -123,22 +123,20 @@ class CallNode:
     def __init__(
         self,
         executor: Executor,
-        leaves: list[Tensor],
-        kinds: list[str],
+        leaves: Sequence[Leaf],
         unused: UnusedGrads,
         parents: Sequence[CallNode] = (),
         group: Any = None,
     ) -> None:
         self.executor = executor
         self.leaves = leaves
-        self.kinds = kinds
         self.unused = unused
         self.parents = parents
         self.group = group
         self.shared = bool(parents)
         self.token: Tensor | None = None
-        self.parts: list[Part | None] = []
-        self.outputs: list[list[Like | None]] = []
+        self.parts: dict[int, Part] = {}
+        self.outputs: dict[int, list[Like | None]] = {}
         self.passes: dict[int, EnginePass] = {}
 
     @property
@@ -148,6 +146,27 @@ class CallNode:
         found = self.passes.get(task)
         if found is None:
             found = self.passes[task] = EnginePass({}, [], [])
+        return found
+
+    @plainly
+    def settle(
+        self, sums: Mapping[int, Tensor], needed: Set[int], filled: Set[str]
+    ) -> list[Tensor | None]:
+        """Give unused parameters what upstream gives them (row B3).
+
+        Args:
+            sums: The gradients, by leaf.
+            needed: The leaves that get one.
+            filled: The kinds of which some tensor has a gradient: a parameter gets zeros if another
+                parameter has one, and a buffer if another buffer has one.
+        """
+        filled = filled & {"parameter", "buffer"} if self.unused == "zeros" else set()
+        found = []
+        for at, (leaf, kind) in enumerate(self.leaves):
+            grad = sums.get(at)
+            if grad is None and at in needed and kind in filled:
+                grad = torch.zeros_like(leaf)
+            found.append(grad)
         return found
 
 
@@ -196,27 +215,21 @@ class GraphHandle:
             graph.drop()
 
 
-def fork(call: CallNode) -> Tensor:
-    """Enter the leaves into torch's graph."""
-    token: Tensor = Fork.apply(call, *[parent.token for parent in call.parents], *call.leaves)
-    call.token = token
-    return token
-
-
-def attach(call: CallNode, handle: GraphHandle, rows: Sequence[list[Tensor]]) -> None:
+def attach(call: CallNode, handle: GraphHandle, rows: Mapping[int, list[Tensor]]) -> None:
     """Make the outputs that require a gradient part of torch's graph, in each chunk's list."""
-    token = fork(call)
+    tokens = [parent.token for parent in call.parents]
+    token = call.token = Fork.apply(call, *tokens, *[leaf.tensor for leaf in call.leaves])
     if call.group is not None:  # not the tensors: these hold the call
-        for row in rows:
+        for chunk, row in rows.items():
             like = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in row]
-            call.outputs.append(like)
+            call.outputs[chunk] = like
 
     def unpack(packed: tuple[GraphHandle, Tensor]) -> Tensor:
         call.now.pinned.append(packed[0])
         return packed[1]
 
     with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
-        for chunk, row in enumerate(rows):
+        for chunk, row in rows.items():
             for k, tensor in enumerate(row):
                 if tensor.requires_grad:
                     row[k] = Join.apply(call, chunk, k, token, tensor.requires_grad_(False))
@@ -246,23 +259,17 @@ class Fork(Function):
         # Taken out: a pass that fails leaves nothing for the next one.
         ending = call.passes.pop(torch._C._current_graph_task_id())
         ending.wait()
-        will_run, captured = _needed(ctx)
+        running, captured = _running(ctx)
         derived = len(call.parents)
-        for parent, runs in zip(call.parents, will_run[:derived], strict=True):
-            if runs:
+        for at, parent in enumerate(call.parents):
+            if at in running:
                 parent.now.grads.update(ending.grads)
                 parent.now.pinned.extend(ending.pinned)
-        needed = will_run[derived:]
-        if derived and not any(needed):
-            return (None, *[None] * len(will_run))
-        stash = ending.grads
-        if torch.is_grad_enabled():
-            grads = _derive(call, stash, needed, ending.pinned)
-        else:
-            keep = torch._C._autograd._get_current_graph_task_keep_graph()
-            keep = keep or any(one.shared for one in stash)
-            grads = _collect(call, stash, needed, keep, captured)
-        del ending
+        needed = {at - derived for at in running if at >= derived}
+        if derived and not needed:
+            return (None, *[None] * (derived + len(call.leaves)))
+        trip = Backward(call, ending.grads, needed)
+        grads = trip.derive(ending.pinned) if torch.is_grad_enabled() else trip.collect(captured)
         return (None, *[None] * derived, *grads)
 
 
@@ -290,221 +297,229 @@ class Join(Function):
         return None, None, None, None, None
 
 
-def _needed(ctx: Any) -> tuple[list[bool], bool]:
-    """Tell which leaves this pass asks for, and whether it hands out gradients and leaves ``.grad``
-    as it is. ``needs_input_grad`` is True for all of them, even under ``autograd.grad(y, x)``.
+def _running(ctx: Any) -> tuple[set[int], bool]:
+    """Tell which inputs of a Fork this pass of the engine goes on to, and whether it hands out
+    gradients and leaves ``.grad`` as it is. ``needs_input_grad`` is True for all of them, even
+    under ``autograd.grad(y, x)``.
     """
-    found = []
-    captured = False
-    for node, _ in ctx.next_functions:
-        if node is None:
-            found.append(False)
-            continue
+    running, captured = set(), False
+    for at, (node, _) in enumerate(ctx.next_functions):
         try:
-            found.append(torch._C._will_engine_execute_node(node))
+            if node is not None and torch._C._will_engine_execute_node(node):
+                running.add(at)
         except RuntimeError:  # of a leaf whose gradient is captured
-            found.append(True)
+            running.add(at)
             captured = True
-    return found, captured
+    return running, captured
 
 
-@exceptions.ShortTraceback()
-def _run(
-    call: CallNode,
-    stash: Stash,
-    needed: Sequence[bool],
-    keep: bool,
-    derived: dict[int, RemoteGraph],
-    kept: Set[int] = frozenset(),
-    sums: Sums | None = None,
-) -> tuple[list[int], list[Answer]]:
-    """Make one trip: the backward of every chunk that has gradients.
+class Backward:
+    """The backward of a call's chunks that have gradients.
 
     Args:
         call: The call.
         stash: The gradients.
-        needed: Which leaves get some.
-        keep: True if graphs are used again.
-        derived: The graphs that are made under ``create_graph``, by chunk.
-        kept: The leaves whose gradients stay in the replicas.
-        sums: Adds gradients as they come.
+        needed: The leaves that get some.
     """
-    context = ambient.capture()
-    pairs = zip(call.leaves, needed, strict=True)
-    partial = any([leaf.requires_grad and not need for leaf, need in pairs])
-    chunks = sorted(set[int]().union(*stash.values())) if stash else []
-    if call.group is not None:  # all take part, or none
-        chunks = _fill(call, stash)
-    executor = call.executor
-    threads = executor.replica_set.threads(len(call.parts))
-    places: dict[int, ExchangeRequest] = {} if call.group is None else call.group(chunks)
-    summing = {} if kept or derived else _summing(call, chunks, needed)
-    places = {**summing, **places}
-    calls = []
-    trips = []
-    codes = _Codes(call, needed, kept, SUMMED if summing else SENT)
-    moved: dict[int, dict[int, int]] = {}  # the chunks of a call mostly have the same mark
-    for i in chunks:
-        part, given, makes = call.parts[i], _given(stash, i), derived.get(i)
-        assert part is not None
-        if id(part.mark) not in moved:
-            moved[id(part.mark)] = part.master.moved_since(part.mark)
-        trip = _Trip(
-            executor,
-            part,
-            given,
-            codes.of(part, i),
-            Terms(i, context, threads, part.where, part.first, places.get(i)),
-            moved=moved[id(part.mark)],
-            partial=partial,
-            keep=keep,
-            derived=None if makes is None else makes.key,
-        )
-        if makes is not None and call.group is None:
-            makes.recipe = trip.again
-        trips.append(trip)
-        needs = [part.graph, *(graph for graph, _ in given if graph is not part.graph)]
-        calls.append(
-            ChunkCall(
-                part.slot,
-                "backward",
-                trip.request,
-                part.master.number,
-                needs,
-                makes,
-                together=call.group is not None,
-                home=part.master.home,
+
+    def __init__(self, call: CallNode, stash: Stash, needed: Set[int]) -> None:
+        self._call, self._stash, self._needed = call, stash, needed
+        if call.group is not None:  # all take part, or none
+            _fill(call, stash)
+        self._chunks = sorted(set[int]().union(*stash.values()))
+        self._kept: Set[int] = set()  # the leaves whose gradients stay in the replicas
+        self._graphs: dict[int, RemoteGraph] = {}  # that are made under create_graph, by chunk
+        keep = torch.is_grad_enabled()
+        keep = keep or torch._C._autograd._get_current_graph_task_keep_graph()
+        self._keep = keep or any(one.shared for one in stash)
+
+    def collect(self, captured: bool) -> list[Tensor | None]:
+        """First order: sum the chunks' gradients.
+
+        Args:
+            captured: True if the program gets them, and not ``.grad``.
+        """
+        call, parts = self._call, self._call.parts
+        with call.executor.trip():
+            masters = {part.master for part in parts.values()}
+            resident: Any = masters.pop().resident if len(masters) == 1 else None
+            if resident is not None and not captured:
+                resident.begin()
+                asked = [at for at in self._needed if call.leaves[at].kind == "parameter"]
+                self._kept = {at for at in asked if resident.keeps(call.leaves[at].tensor)}
+            others = parts.keys() - self._chunks
+            chunks = [parts[i] for i in (*self._chunks, *others)]
+            adding = Sums(call.leaves, [(part.leaves, part.inputs) for part in chunks])
+            self._run(adding)
+            sums = adding.finish(dense=call.unused != "none")
+            filled = {call.leaves[at].kind for at in sums}
+            kept = self._kept - sums.keys()  # sparse ones come all the same
+            if any([resident.having(call.leaves[at].tensor) for at in kept]):
+                filled.add("parameter")
+            zeros = call.unused == "zeros" and "parameter" in filled
+            for at in kept:
+                resident.stand_in(call.leaves[at].tensor, zeros)
+        return call.settle(sums, self._needed - kept, filled)
+
+    def derive(self, pinned: Sequence[GraphHandle]) -> list[Tensor | None]:
+        """Higher order: the same trip, with results that can be differentiated again.
+
+        Args:
+            pinned: Handles of the graphs that it is derived from.
+        """
+        call = self._call
+        for one in self._stash:
+            one.shared = True
+        incoming = {
+            i: [g for _, found in _given(self._stash, i) for _, g in found] for i in self._chunks
+        }
+        leaves = [Leaf(grad, "input") for grads in incoming.values() for grad in grads]
+        derived = CallNode(call.executor, leaves, call.unused, [*self._stash], call.group)
+        self._graphs = {i: RemoteGraph(call.executor.next_key()) for i in incoming}
+        handle = GraphHandle([*self._graphs.values()], pinned)
+        rows: dict[int, list[Tensor]] = {}
+        places: list[tuple[int, int, int]] = []
+        at = 0
+        with call.executor.trip():
+            for i, answer in zip(self._chunks, self._run(), strict=True):
+                part, row = call.parts[i], rows.setdefault(i, [])
+                own = range(at, at + len(incoming[i]))
+                at = own.stop
+                derived.parts[i] = part._replace(graph=self._graphs[i], leaves=[], inputs=own)
+                found = [grad for grads in answer.value for grad in grads]
+                for leaf, grad in zip(part.all, found, strict=True):
+                    if grad is not None:
+                        if leaf is not None:
+                            places.append((leaf, i, len(row)))
+                        mine = home_of(grad.detach(), call.leaves[leaf or 0].tensor.device).clone()
+                        row.append(mine.requires_grad_(grad.requires_grad))
+        attach(derived, handle, rows)
+        sums: dict[int, Tensor] = {}
+        for leaf, i, k in places:
+            sums[leaf] = sums[leaf] + rows[i][k] if leaf in sums else rows[i][k]
+        return call.settle(sums, self._needed, {call.leaves[at].kind for at in sums})
+
+    @exceptions.ShortTraceback()
+    def _run(self, sums: Sums | None = None) -> list[Answer]:
+        """Make one trip; what adds gradients takes them as they come."""
+        call, executor, chunks = self._call, self._call.executor, self._chunks
+        context = ambient.capture()
+        threads = executor.replica_set.threads(len(call.parts))
+        left_out = [leaf for at, (leaf, _) in enumerate(call.leaves) if at not in self._needed]
+        partial = any([leaf.requires_grad for leaf in left_out])
+        places: dict[int, ExchangeRequest] = {} if call.group is None else call.group(chunks)
+        summing = {} if self._kept or self._graphs else self._summing()
+        places = {**summing, **places}
+        # The chunks of a model mostly have the same mark.
+        marks = {part.master: part.mark for part in call.parts.values()}
+        moved = {master: master.moved_since(mark) for master, mark in marks.items()}
+        fates: dict[int | None, int] = {None: LEFT_OUT}
+        for at, (_, kind) in enumerate(call.leaves):
+            fate = SUMMED if summing and kind == "parameter" else SENT
+            fates[at] = fate if at in self._needed else LEFT_OUT
+        calls = []
+        trips = []
+        for i in chunks:
+            part, given, makes = call.parts[i], _given(self._stash, i), self._graphs.get(i)
+            for at in self._kept:
+                has = i in part.master.resident.having(call.leaves[at].tensor)
+                fates[at] = ADDED if has else KEPT
+            trip = _Trip(
+                executor,
+                part,
+                given,
+                bytes([fates[at] for at in part.all]),
+                Terms(i, context, threads, part.where, part.first, places.get(i)),
+                moved=moved[part.master],
+                partial=partial,
+                keep=self._keep,
+                derived=None if makes is None else makes.key,
             )
-        )
-    leave = functools.partial(groups.forget, executor) if places else None
-    adding = None if sums is None else _Adding(sums, [call.parts[i] for i in chunks])
-    try:
-        answers = executor.dispatcher.run(  # [11] one trip
-            calls, leave=leave, taking=None if summing else adding
-        )
-    except BaseException:  # some may have been sent, and wait for the others
-        if leave is not None:
-            leave()
-        raise
-    if summing:
-        answers = _only_sums(call, calls, answers, summing[0].root)
-        for at, answer in enumerate(answers):
-            if adding is not None:
-                adding.take(at, answer)
-    executor.replica_set.recorder.totals.backwards += 1
-    for i, answer in zip(chunks, answers, strict=True):
-        part = call.parts[i]
-        if part is not None and part.first and answer.writes.slots:
-            part.master.write_back(answer.writes, keep=False)
-    apply_warnings(answers)
-    if leave is not None and any(answer.failure is not None for answer in answers):
-        leave()  # who failed has left it
-    raise_first(answers, calls)
-    if kept:
-        for trip, answer in zip(trips, answers, strict=True):
-            trip.note(call.leaves, answer.reached)
-    return chunks, answers
-
-
-def _summing(
-    call: CallNode, chunks: Sequence[int], needed: Sequence[bool]
-) -> dict[int, ExchangeRequest]:
-    """Return the places by which replicas sum gradients of parameters, if all of them do."""
-    parts = [part for part in call.parts if part is not None]
-    if len(parts) < 2 or len(chunks) < len(call.parts) or not parts[0].master.alike:
-        return {}
-    if not all(p.graph.on(p.slot) and p.master is parts[0].master for p in parts):
-        return {}
-
-    def size() -> int:
-        rows = zip(call.leaves, call.kinds, needed, strict=True)
-        return sum([t.nbytes for t, kind, need in rows if need and kind == "parameter"])
-
-    return groups.direct(call.executor, [part.slot for part in parts], size)
-
-
-def _only_sums(
-    call: CallNode, calls: Sequence[ChunkCall], answers: list[Answer], root: int
-) -> list[Answer]:
-    """Leave out what is in the root's sums; if that has none, make again what went there."""
-    if any(answer.failure is not None for answer in answers):
+            if makes is not None and call.group is None:
+                makes.recipe = trip.again
+            trips.append(trip)
+            needs = [part.graph, *(graph for graph, _ in given if graph is not part.graph)]
+            calls.append(
+                ChunkCall(
+                    part.slot,
+                    "backward",
+                    trip.request,
+                    part.master.number,
+                    needs,
+                    makes,
+                    together=call.group is not None,
+                    home=part.master.home,
+                )
+            )
+        leave = functools.partial(groups.forget, executor) if places else None
+        try:
+            answers = executor.dispatcher.run(  # [11] one trip
+                calls, leave=leave, taking=None if summing else sums
+            )
+        except BaseException:  # some may have been sent, and wait for the others
+            if leave is not None:
+                leave()
+            raise
+        if summing:
+            answers = self._only_sums(calls, answers, summing[0].root)
+            for at, answer in enumerate(answers):
+                if sums is not None:
+                    sums.take(at, answer)
+        executor.replica_set.recorder.totals.backwards += 1
+        for i, answer in zip(chunks, answers, strict=True):
+            if call.parts[i].first and answer.writes.slots:
+                call.parts[i].master.write_back(answer.writes, keep=False)
+        apply_warnings(answers)
+        if leave is not None and any(answer.failure is not None for answer in answers):
+            leave()  # who failed has left it
+        raise_first(answers, calls)
+        if self._kept:
+            for trip, answer in zip(trips, answers, strict=True):
+                trip.note(call.leaves, answer.reached)
         return answers
-    if not any(answers[root].reached):
-        if call.executor.groups:  # nobody died: chunks have gradients of different parameters
-            for part in call.parts:
-                part.master.alike = False  # type: ignore[union-attr]
-        lost = [i for i, answer in enumerate(answers) if any(answer.reached)]
-        if lost:
-            answers = [*map(own, answers)]
-            for i in lost:
-                for graph in calls[i].needs:
-                    graph.life = -1  # its replica has freed it
-            again = call.executor.dispatcher.run([calls[i] for i in lost])
-            for i, answer in zip(lost, again, strict=True):
-                answers[i] = answer
+
+    def _summing(self) -> dict[int, ExchangeRequest]:
+        """Return the places by which replicas sum gradients of parameters, if all of them do."""
+        call, parts = self._call, [*self._call.parts.values()]
+        if not 1 < len(parts) == len(self._chunks) or not parts[0].master.alike:
+            return {}
+        if not all(p.graph.on(p.slot) and p.master is parts[0].master for p in parts):
+            return {}
+
+        def size() -> int:
+            wanted = [call.leaves[at] for at in self._needed]
+            return sum([leaf.nbytes for leaf, kind in wanted if kind == "parameter"])
+
+        return groups.direct(call.executor, [part.slot for part in parts], size)
+
+    def _only_sums(
+        self, calls: Sequence[ChunkCall], answers: list[Answer], root: int
+    ) -> list[Answer]:
+        """Leave out what is in the root's sums; if that has none, make again what went there."""
+        call, parts = self._call, [*self._call.parts.values()]
+        if any(answer.failure is not None for answer in answers):
+            return answers
+        if not any(answers[root].reached):
+            if call.executor.groups:  # nobody died: chunks have gradients of different parameters
+                parts[0].master.alike = False
+            lost = [i for i, answer in enumerate(answers) if any(answer.reached)]
+            if lost:
+                answers = [*map(own, answers)]
+                for i in lost:
+                    for graph in calls[i].needs:
+                        graph.life = -1  # its replica has freed it
+                again = call.executor.dispatcher.run([calls[i] for i in lost])
+                for i, answer in zip(lost, again, strict=True):
+                    answers[i] = answer
+            return answers
+        rows = zip(parts[root].all, answers[root].reached, strict=True)
+        there = {at for at, is_sum in rows if is_sum}
+        for i, (part, answer) in enumerate(zip(parts, answers, strict=True)):
+            if i != root:  # of a replica that died since it gave its part
+                row, inputs = answer.value
+                alone = [None if at in there else t for at, t in zip(part.leaves, row, strict=True)]
+                answers[i] = answer._replace(value=(Row(alone), inputs))
         return answers
-    leaves = [part.leaves if part is not None else () for part in call.parts]
-    there = {at for at, is_sum in zip(leaves[root], answers[root].reached, strict=True) if is_sum}
-    for i, answer in enumerate(answers):
-        if i != root:  # of a replica that died since it gave its part
-            row, inputs = answer.value
-            alone = Row([None if at in there else t for at, t in zip(leaves[i], row, strict=True)])
-            answers[i] = answer._replace(value=(alone, inputs))
-    return answers
-
-
-class _Adding:
-    """Adds gradients as the answers come.
-
-    Args:
-        sums: Adds them.
-        parts: The chunks, in the order of the answers.
-    """
-
-    def __init__(self, sums: Sums, parts: Sequence[Part | None]) -> None:
-        self._sums, self._parts = sums, parts
-        self.own = sums.own
-
-    def take(self, at: int, answer: Answer) -> None:
-        """Add a chunk's gradients."""
-        part = self._parts[at]
-        if part is not None and answer.failure is None:
-            row, inputs = answer.value
-            self._sums.add(Share(row, part.leaves))  # [12] sum
-            self._sums.add_apart(Share(inputs, part.inputs))
-
-
-class _Codes:
-    """Tells what becomes of the gradients of a chunk's leaves.
-
-    Args:
-        call: The call.
-        needed: Which leaves get gradients.
-        kept: The leaves whose gradients stay in the replicas.
-        plain: The fate of other parameters' gradients.
-    """
-
-    def __init__(self, call: CallNode, needed: Sequence[bool], kept: Set[int], plain: int) -> None:
-        self._call, self._needed, self._kept, self._plain = call, needed, kept, plain
-        self._known: dict[int, bytes] = {}
-
-    def of(self, part: Part, chunk: int) -> bytes:
-        """Return the code for each leaf of a chunk."""
-        inputs = bytes([self._code(at, part, chunk) for at in part.inputs])
-        own = self._known.get(id(part.leaves))  # mostly one list for all chunks
-        if own is None:
-            own = bytes([self._code(at, part, chunk) for at in part.leaves])
-            if not self._kept:  # where some are, chunks differ in what they have
-                self._known[id(part.leaves)] = own
-        return own + inputs
-
-    def _code(self, at: int | None, part: Part, chunk: int) -> int:
-        if at is None or not self._needed[at]:
-            return LEFT_OUT
-        if at in self._kept:
-            has = chunk in part.master.resident.having(self._call.leaves[at])
-            return ADDED if has else KEPT
-        return self._plain if self._call.kinds[at] == "parameter" else SENT
 
 
 Given = list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]
@@ -514,24 +529,21 @@ def _given(stash: Stash, chunk: int) -> Given:
     """Collect the graphs of a chunk that have gradients, with the numbers of their outputs."""
     found: Given = []
     for call, grads in stash.items():
-        part = call.parts[chunk] if chunk < len(call.parts) else None
-        if chunk in grads and part is not None:
-            found.append((part.graph, sorted(grads[chunk].items())))
+        if chunk in grads:
+            found.append((call.parts[chunk].graph, sorted(grads[chunk].items())))
     return found
 
 
-def _fill(call: CallNode, stash: Stash) -> list[int]:
+def _fill(call: CallNode, stash: Stash) -> None:
     """Give every chunk of a call that exchanges tensors a gradient, zeros where it has none."""
-    chunks = [i for i, part in enumerate(call.parts) if part is not None]
     for one, found in stash.items():
-        for i in chunks:
+        for i in call.parts:
             if i not in found:
                 found[i] = {}
                 for k, like in enumerate(one.outputs[i]):
                     if like is not None:
                         shape, dtype, device = like
                         found[i][k] = torch.zeros(shape, dtype=dtype, device=device)
-    return chunks
 
 
 class _Trip:
@@ -577,12 +589,12 @@ class _Trip:
                 self._terms = self._terms._replace(group=None)
         return request
 
-    def note(self, leaves: Sequence[Tensor], stays: Sequence[bool]) -> None:
+    def note(self, leaves: Sequence[Leaf], stays: Sequence[bool]) -> None:
         """Note which gradients were kept."""
         kept = []
         for at, there in zip(self._part.all, stays, strict=True):
             if at is not None and there:
-                kept.append(leaves[at])
+                kept.append(leaves[at].tensor)
         resident = self._part.master.resident
         resident.kept(self._terms.chunk, self._lies, kept, self)
 
@@ -640,88 +652,3 @@ def changed(what: str) -> StateChanged:
         "backward: the replica that held the graph died, and the graph cannot be made again, "
         f"because {what} since the forward; run forward again"
     )
-
-
-def _collect(
-    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, captured: bool
-) -> list[Tensor | None]:
-    """First order: sum the chunks' gradients."""
-    with call.executor.trip():
-        kept = frozenset[int]() if captured else _kept(call, needed)
-        adding = Sums(call.leaves)
-        _run(call, stash, needed, keep, {}, kept, adding)
-        sums = adding.finish()
-        filled = gradients.filled(sums, call.kinds)
-        resident: Any = next(p.master.resident for p in call.parts if p) if kept else None
-        kept = frozenset(at for at in kept if sums[at] is None)  # sparse ones come all the same
-        for at in kept:
-            if resident.having(call.leaves[at]):
-                filled.add("parameter")
-        zeros = call.unused == "zeros" and "parameter" in filled
-        for at in kept:
-            resident.stand_in(call.leaves[at], zeros)
-        needed = [need and at not in kept for at, need in enumerate(needed)]  # nor zeros
-    whole = [True] * len(sums)
-    if any([one is not None and one.layout is not torch.strided for one in sums]):
-        whole = adding.whole([part.all for part in call.parts if part is not None])
-    return gradients.settle(sums, call.leaves, needed, whole, call.unused, filled, call.kinds)
-
-
-def _kept(call: CallNode, needed: Sequence[bool]) -> Set[int]:
-    """Return the leaves whose gradients stay in the replicas that train them."""
-    masters = {part.master for part in call.parts if part is not None}
-    resident = masters.pop().resident if len(masters) == 1 else None
-    if resident is None:
-        return frozenset()
-    resident.begin()
-    kept = []
-    for at, (leaf, kind) in enumerate(zip(call.leaves, call.kinds, strict=True)):
-        if needed[at] and kind == "parameter" and resident.keeps(leaf):
-            kept.append(at)
-    return frozenset(kept)
-
-
-def _derive(
-    call: CallNode, stash: Stash, needed: Sequence[bool], pinned: Sequence[GraphHandle]
-) -> list[Tensor | None]:
-    """Higher order: the same trip, with results that can be differentiated again."""
-    for one in stash:
-        one.shared = True
-    executor = call.executor
-    incoming: dict[int, list[Tensor]] = {}
-    if call.group is not None:
-        _fill(call, stash)
-    for i in sorted(set[int]().union(*stash.values())) if stash else []:
-        incoming[i] = [grad for _, found in _given(stash, i) for _, grad in found]
-    leaves = [grad for grads in incoming.values() for grad in grads]
-    kinds = ["input"] * len(leaves)
-    derived = CallNode(executor, leaves, kinds, call.unused, parents=[*stash], group=call.group)
-    graphs = {i: RemoteGraph(executor.next_key()) for i in incoming}
-    handle = GraphHandle([*graphs.values()], pinned)
-    with executor.trip():
-        chunks, answers = _run(call, stash, needed, True, graphs)
-        rows: list[list[Tensor]] = [[] for _ in call.parts]
-        derived.parts = [None] * len(call.parts)
-        places: list[tuple[int, int, int]] = []
-        at = 0
-        for i, answer in zip(chunks, answers, strict=True):
-            part = call.parts[i]
-            assert part is not None
-            own = range(at, at + len(incoming[i]))
-            at = own.stop
-            derived.parts[i] = part._replace(graph=graphs[i], leaves=[], inputs=own)
-            found = [grad for row in answer.value for grad in row]
-            for leaf, grad in zip(part.all, found, strict=True):
-                if grad is not None:
-                    if leaf is not None:
-                        places.append((leaf, i, len(rows[i])))
-                    mine = home_of(grad.detach(), call.leaves[0].device).clone()
-                    rows[i].append(mine.requires_grad_(grad.requires_grad))
-    attach(derived, handle, rows)
-    sums: list[Tensor | None] = [None] * len(call.leaves)
-    for leaf, i, row in places:
-        before = sums[leaf]
-        sums[leaf] = rows[i][row] if before is None else before + rows[i][row]
-    whole = [True] * len(sums)
-    filled = gradients.filled(sums, call.kinds)
-    return gradients.settle(sums, call.leaves, needed, whole, call.unused, filled, call.kinds)

@@ -26,6 +26,7 @@ from raydp_parallel.driver.dispatcher import (
     raise_first,
 )
 from raydp_parallel.driver.executor import Executor, taken
+from raydp_parallel.driver.gradients import Leaf
 from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
@@ -428,16 +429,14 @@ def _attach(
     rows: list[list[Tensor]],
     places: Any,
 ) -> None:
-    leaves: list[Tensor] = []
-    kinds: list[str] = []
+    leaves: list[Leaf] = []
     known: dict[int, int] = {}
 
     marks = {one.master.number: one.master.mark() for one in runs}
     alike: dict[tuple[int, bool], list[int | None]] = {}  # where chunks reach the same leaves
-    parts: list[Part | None] = []
+    parts: dict[int, Part] = {}
     for one, answer, row in zip(runs, answers, rows, strict=True):
         if one.graph is None or not any(t.requires_grad for t in row):
-            parts.append(None)
             continue
         reached = iter(answer.reached)
         master, detach = one.master, one.chunk.detach
@@ -454,8 +453,7 @@ def _attach(
         for t, kind, there in found:
             if there and id(t) not in known:
                 known[id(t)] = len(leaves)
-                leaves.append(t)
-                kinds.append(kind)
+                leaves.append(Leaf(t, kind))
             numbers.append(known[id(t)] if there else None)
         inputs = numbers[count:]
         if own is None:
@@ -463,8 +461,8 @@ def _attach(
             if not told:
                 alike[master.number, detach] = own
         mark = marks[master.number]
-        where = one.chunk.where
-        parts.append(Part(one.graph, one.chunk.slot, master, mark, own, inputs, one.first, where))
+        where, slot = one.chunk.where, one.chunk.slot
+        parts[one.number] = Part(one.graph, slot, master, mark, own, inputs, one.first, where)
     if not leaves:
         for row in rows:
             for t in row:
@@ -472,9 +470,9 @@ def _attach(
         return
     for one in runs:
         one.keep()
-    call = CallNode(executor, leaves, kinds, unused, group=places)
+    call = CallNode(executor, leaves, unused, group=places)
     call.parts = parts
-    attach(call, handle, rows)  # [9] attach
+    attach(call, handle, dict(enumerate(rows)))  # [9] attach
 
 
 def _refuse_tangents(chunks: Sequence[ForwardChunk]) -> None:

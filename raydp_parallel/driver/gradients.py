@@ -5,16 +5,16 @@ replica finished first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from raydp_parallel.devices.memory import is_used
-from raydp_parallel.options import UnusedGrads
-from raydp_parallel.state.lagging import plainly
+from raydp_parallel.driver.dispatcher import home_of
 from raydp_parallel.wire.codec import Row
+from raydp_parallel.wire.messages import Answer
 
 _KEPT = 1 << 16
 """Bytes from which on the memory of sums is used again, once nobody else looks at it: new pages
@@ -23,51 +23,34 @@ cost more than the addition.
 _SLACK = 8
 """How many times the memory of one backward's sums is kept: for several models in turn."""
 
-
-class Share(NamedTuple):
-    """One chunk's gradients.
-
-    Attributes:
-        grads: A gradient or None for each of the chunk's leaves, in memory that is only lent.
-        leaves: Which of the call's leaves they belong to; None for those to be left out.
-    """
-
-    grads: Row
-    leaves: Sequence[int | None]
-
-    def lies_as(self, other: Share) -> bool:
-        """Tell if all of it lies in one run of memory, in the order of another one."""
-        one, two = self.grads, other.grads
-        alike = one.layout is not None and one.layout is two.layout and one.present == two.present
-        return alike and (self.leaves is other.leaves or self.leaves == other.leaves)
+Numbers = Sequence[int | None]
+"""For each of a chunk's leaves, which of the call's leaves it is; None if it was not reached."""
 
 
-class _Recycled:
-    """Memory of sums on the host. Threads may share it."""
+class Leaf(NamedTuple):
+    """A tensor that gradients may be asked for."""
 
-    def __init__(self) -> None:
-        self._runs: dict[int, list[Tensor]] = {}
-        self._size = 0
-        self._lock = threading.Lock()
-
-    def take(self, size: int) -> Tensor:
-        """Return memory that nobody looks at, or new memory."""
-        if size < _KEPT:
-            return torch.empty(size, dtype=torch.uint8, device="cpu")
-        with self._lock:
-            for run in self._runs.get(size, ()):
-                if not is_used(run):
-                    return run.detach()
-            if self._size > _SLACK * size:  # of models that are gone
-                self._runs.clear()
-                self._size = 0
-            made = torch.empty(size, dtype=torch.uint8, device="cpu")
-            self._runs.setdefault(size, []).append(made)
-            self._size += size
-            return made.detach()
+    tensor: Tensor
+    kind: str  # "parameter", "buffer", "attribute" or "input"
 
 
-_recycled = _Recycled()
+_runs: list[Tensor] = []
+_runs_lock = threading.Lock()  # executors of several threads share them
+
+
+def _memory(size: int, device: torch.device) -> Tensor:
+    """Return memory for sums. On the host it is that of earlier sums, if nobody looks at these."""
+    if size < _KEPT or device.type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    with _runs_lock:
+        for run in _runs:
+            if run.numel() == size and not is_used(run):
+                return run.detach()
+        made = torch.empty(size, dtype=torch.uint8, device="cpu")
+        _runs.append(made)
+        while sum([run.numel() for run in _runs]) > _SLACK * size:
+            del _runs[0]  # of a model that is gone, perhaps
+        return made.detach()
 
 
 class Sums:
@@ -77,71 +60,74 @@ class Sums:
     From the first one on that lies otherwise, tensors are added one by one.
 
     Args:
-        leaves: The leaves.
+        leaves: The call's leaves.
+        chunks: The numbers of each chunk's leaves: those of the module, and its inputs.
     """
 
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self._leaves = leaves
-        self._sums: list[Tensor | None] = [None] * len(leaves)
-        self._given = [0] * len(leaves)
-        self._apart = False
-        self._like: Share | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # in which the run lies
-        self._lent = False  # True as long as that is the first chunk's
-        self._chunks = 0  # of which the run is the sum
+    def __init__(self, leaves: Sequence[Leaf], chunks: Sequence[tuple[Numbers, Numbers]]) -> None:
+        self._leaves, self._chunks = leaves, chunks
+        self._sums: dict[int, Tensor] = {}
+        self._given: dict[int, int] = {}  # how many were added one by one
+        self._begun = False
+        self._first: tuple[Row, Numbers] | None = None  # whose order the run has
+        self._run = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._lent = False  # True as long as the run is the first chunk's
 
-    def add(self, share: Share) -> None:
-        """Add the next chunk."""
-        layout = share.grads.layout
-        if self._like is None and not self._apart and layout is not None:
-            self._like, self._memory, self._lent = share, share.grads.memory, True
-            self._chunks = 1
-        elif layout is not None and self._like is not None and share.lies_as(self._like):
-            into = self._new(layout.size) if self._lent else self._memory
-            runs = map(layout.runs, (self._memory, share.grads.memory, into))
+    def take(self, at: int, answer: Answer) -> None:
+        """Add a chunk's gradients, in memory that is only lent."""
+        if answer.failure is None:
+            (row, inputs), (numbers, others) = answer.value, self._chunks[at]
+            self._add(row, numbers)  # [12] sum
+            self._add_apart(inputs, others)
+
+    def _add(self, row: Row, numbers: Numbers) -> None:
+        layout = row.layout
+        if layout is not None and not self._begun:
+            self._first, self._run, self._lent = (row, numbers), row.memory, True
+        elif layout is not None and self._lies_as_first(row, numbers):
+            into = _memory(layout.size, self._run.device) if self._lent else self._run
+            runs = map(layout.runs, (self._run, row.memory, into))
             for total, grads, out in zip(*runs, strict=True):
                 torch.add(total, grads, out=out)
-            self._memory, self._lent = into, False
-            self._chunks += 1
+            self._run, self._lent = into, False
         else:
             self._take_apart()
-            self.add_apart(share)
+            self._add_apart(row, numbers)
+        self._begun = True
 
-    def _new(self, size: int) -> Tensor:
-        device = self._memory.device
-        if device.type == "cpu":
-            return _recycled.take(size)
-        return torch.empty(size, dtype=torch.uint8, device=device)
+    def _lies_as_first(self, row: Row, numbers: Numbers) -> bool:
+        if self._first is None:
+            return False
+        first, its = self._first
+        # A layout is one object for all rows of equal specs.
+        alike = row.layout is first.layout and row.present == first.present
+        return alike and (numbers is its or numbers == its)
 
     def own(self) -> None:
         """Copy what is only lent, before a replica writes there."""
         if self._lent:
-            self._memory = self._new(self._memory.numel()).copy_(self._memory)
+            self._run = _memory(self._run.numel(), self._run.device).copy_(self._run)
             self._lent = False
 
     def _take_apart(self) -> None:
-        self._apart = True
-        if self._like is None or self._like.grads.layout is None:
+        if self._first is None:
             return
         self.own()
-        views = iter(self._like.grads.layout.views(self._memory))
-        for at, grad in zip(self._like.leaves, self._like.grads, strict=True):
-            if grad is not None:
-                view = next(views)
-                if at is not None:
-                    view = view.to(self._leaves[at].device)
-                    other = self._sums[at]  # of a parameter that is an input, too
-                    self._sums[at] = view if other is None else view + other
-                    self._given[at] += self._chunks
-        self._like = None
+        (row, numbers), self._first = self._first, None
+        assert row.layout is not None
+        there = [at for at, grad in zip(numbers, row, strict=True) if grad is not None]
+        for at, view in zip(there, row.layout.views(self._run), strict=True):
+            if at is not None:
+                view = home_of(view, self._leaves[at].tensor.device)
+                other = self._sums.get(at)  # of a parameter that is an input, too
+                self._sums[at] = view if other is None else view + other
 
-    def add_apart(self, share: Share) -> None:
-        """Add tensors one by one."""
-        for at, grad in zip(share.leaves, share.grads, strict=True):
+    def _add_apart(self, row: Row, numbers: Numbers) -> None:
+        for at, grad in zip(numbers, row, strict=True):
             if at is None or grad is None:
                 continue
-            self._given[at] += 1
-            grad, total = grad.to(self._leaves[at].device), self._sums[at]
+            self._given[at] = self._given.get(at, 0) + 1
+            grad, total = home_of(grad, self._leaves[at].tensor.device), self._sums.get(at)
             if total is None:
                 self._sums[at] = grad.detach().clone()
                 continue
@@ -150,58 +136,18 @@ class Sums:
                 total, grad = grad, total
             self._sums[at] = torch.add(total, grad)
 
-    def finish(self) -> list[Tensor | None]:
-        """Return the sum for each leaf; None where no chunk has a gradient."""
+    def finish(self, dense: bool) -> dict[int, Tensor]:
+        """Return the sums by leaf.
+
+        Args:
+            dense: True if a sparse sum to which not all chunks gave is dense, as the zeros are that
+                the others would have given (row B5).
+        """
         self._take_apart()
+        for at, given in self._given.items() if dense else ():
+            total, leaf = self._sums[at], self._leaves[at].tensor
+            if total.layout is not torch.strided and leaf.layout is torch.strided:
+                rows = [(*numbers, *others) for numbers, others in self._chunks]
+                if given < sum([row.count(at) for row in rows]):
+                    self._sums[at] = total.to_dense()
         return self._sums
-
-    def whole(self, parts: Iterable[Sequence[int | None]]) -> list[bool]:
-        """Tell for each leaf if every chunk that has it gave a gradient."""
-        missing = [-count for count in self._given]
-        for leaves in parts:
-            for at in leaves:
-                if at is not None:
-                    missing[at] += 1
-        return [count == 0 for count in missing]
-
-
-def filled(sums: Sequence[Tensor | None], kinds: Sequence[str]) -> set[str]:
-    """Return the kinds of which some tensor has a gradient."""
-    return {kind for one, kind in zip(sums, kinds, strict=True) if one is not None}
-
-
-@plainly
-def settle(
-    sums: Sequence[Tensor | None],
-    leaves: Sequence[Tensor],
-    needed: Sequence[bool],
-    whole: Sequence[bool],
-    unused: UnusedGrads,
-    filled: set[str],
-    kinds: Sequence[str],
-) -> list[Tensor | None]:
-    """Give unused parameters what upstream gives them (row B3).
-
-    Args:
-        sums: The sums.
-        leaves: The tensors that they belong to.
-        needed: Which gradients were asked for.
-        whole: True if every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
-            are (row B5).
-        unused: The gradients of unused parameters.
-        filled: The kinds of which some tensor has a gradient: a parameter gets zeros if another
-            parameter has one, and a buffer if another buffer has one.
-        kinds: The kind of each.
-    """
-    settled: list[Tensor | None] = []
-    for found, leaf, kind, need, complete in zip(sums, leaves, kinds, needed, whole, strict=True):
-        if found is None:
-            fills = kind in ("parameter", "buffer") and kind in filled
-            zeros = need and unused == "zeros" and fills
-            settled.append(torch.zeros_like(leaf) if zeros else None)
-            continue
-        sparse = found.layout is not torch.strided and leaf.layout is torch.strided
-        if sparse and not complete and unused != "none":
-            found = found.to_dense()
-        settled.append(found if found.device == leaf.device else found.to(leaf.device))
-    return settled
