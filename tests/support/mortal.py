@@ -85,7 +85,7 @@ class Everything(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += x.sum()
+        self.seen += x.detach().sum()
         h = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
         return self.outer(torch.dropout(self.norm(h).tanh(), 0.4, self.training)) * (
             1 + self.seen.sigmoid()
