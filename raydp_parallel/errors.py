@@ -1,5 +1,5 @@
-"""The errors of this package. Each says where it happened, what was seen and what to do next, and
-each can be pickled.
+"""The errors of this package, and how it warns. Each error says where it happened, what was seen
+and what to do next, and each can be pickled.
 
 Errors of the user's own module are not here: they come back as the type they were raised as (see
 ``replica/exceptions.py``).
@@ -8,6 +8,9 @@ Errors of the user's own module are not here: they come back as the type they we
 from __future__ import annotations
 
 import os
+import sys
+import warnings
+from types import FrameType
 
 
 class ParallelError(RuntimeError):
@@ -70,6 +73,15 @@ class TransferError(ParallelError, TypeError):
 
 class SourceMismatch(ParallelError):
     """A replica has other source than the driver under a module's name."""
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the program's line: that of the first frame that is neither torch's nor ours."""
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_globals["__name__"].partition(".")[0] in ("raydp_parallel", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 def forked() -> ForkedProcess:

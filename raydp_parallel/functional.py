@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from raydp_parallel import batch
-from raydp_parallel.batch import gather, scatter, scatter_kwargs
-from raydp_parallel.cluster.placement import DeviceId, all_gpus, device_id
+from raydp_parallel.batch import Keywords, gather, scatter, scatter_kwargs
+from raydp_parallel.cluster.placement import Device, DeviceId, all_gpus, device_id
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import forward
@@ -46,7 +46,7 @@ class RemoteReplica:
     _detach: bool
     _called: Called = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self) or name not in self.__dataclass_fields__:
             raise AttributeError(
                 f"{name!r} cannot be set on a replica, which is in another process: set it on the "
@@ -69,12 +69,12 @@ class RemoteReplica:
         return self.calling(name)
 
     @ambient.uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the replica. An exception of the module is raised as it is, as a plain call would."""
         chunk = self.chunk(args, kwargs, None, 0)
         return forward.run(self._executor, [chunk], self._executor.options.unused_grads)[0]
 
-    def chunk(self, args: Any, kwargs: dict[str, Any], where: str | None, dim: int) -> ForwardChunk:
+    def chunk(self, args: object, kwargs: Keywords, where: str | None, dim: int) -> ForwardChunk:
         """Make a chunk of arguments for this replica."""
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
         return ForwardChunk(
@@ -92,12 +92,15 @@ class RemoteReplica:
         """Return the same replica for a method of the module, or a function with it."""
         return replace(self, _called=called)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         which = self.module, self.device_id, self._detach, self._executor
         return _replica_again, (*which, self._called)
 
     def __repr__(self) -> str:
         return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
+
+
+Modules = Sequence[RemoteReplica | nn.Module]
 
 
 def _replica_again(
@@ -109,7 +112,7 @@ def _replica_again(
 @ambient.uncompiled
 def replicate(
     network: nn.Module,
-    devices: Iterable[Any],
+    devices: Iterable[Device],
     detach: bool = False,
     *,
     executor: Executor | None = None,
@@ -143,10 +146,10 @@ def replicas_of(
 
 @ambient.uncompiled
 def parallel_apply(
-    modules: Sequence[Any],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None = None,
-    devices: Sequence[Any] | None = None,
+    modules: Modules,
+    inputs: Sequence[object],
+    kwargs_tup: Sequence[Keywords] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> list[Any]:
     """Apply each module to its input, all at once.
 
@@ -166,11 +169,10 @@ def parallel_apply(
 
 
 def apply(
-    modules: Sequence[Any],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None,
-    devices: Sequence[Any] | None,
-    *,
+    modules: Modules,
+    inputs: Sequence[object],
+    kwargs_tup: Sequence[Keywords] | None,
+    devices: Sequence[Device] | None,
     dim: int = 0,
     unused: UnusedGrads = "zeros",
     lend: bool = False,
@@ -193,20 +195,21 @@ def apply(
     return forward.run(replicas[0]._executor, chunks, unused, lend)
 
 
-def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
+def calling(replicas: Sequence[object], called: Called) -> list[RemoteReplica]:
     """Return the same replicas, of which a call runs a method of the module, or a function."""
-    if called is None:
-        return replicas
+    found = []
     for replica in replicas:
         if not isinstance(replica, RemoteReplica):
             raise TypeError(
                 "call and run need replicas that replicate() of raydp_parallel made, got "
                 f"{type(replica).__name__}"
             )
-    return [replica.calling(called) for replica in replicas]
+        found.append(replica.calling(called))
+    return found
 
 
-def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[RemoteReplica]:
+def _replicas(modules: Modules, devices: Sequence[Device] | None) -> Sequence[RemoteReplica]:
+    """Return the replicas, with those of plain modules, on devices."""
     for module in modules:
         if not isinstance(module, (RemoteReplica, nn.Module)):
             raise TypeError(
@@ -223,16 +226,13 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
         return known
     owner = owners.pop() if owners else shared(Options())
     if devices is None:
-        gpus = all_gpus(owner.options)
-        ids: list[DeviceId] = [gpus[i % len(gpus)] if gpus else "cpu" for i in range(len(modules))]
-    else:
-        ids = [device_id(entry) for entry in devices]
-    found = []
-    for module, device, slot in zip(modules, ids, owner.slots(ids), strict=True):
-        if not isinstance(module, RemoteReplica):
-            module = RemoteReplica(module, device, slot, owner, False)
-        found.append(module)
-    return found
+        devices = all_gpus(owner.options) or ["cpu"]
+        devices = [devices[i % len(devices)] for i in range(len(modules))]
+    ids = [device_id(entry) for entry in devices]
+    return [
+        module if isinstance(module, RemoteReplica) else RemoteReplica(module, i, at, owner, False)
+        for module, i, at in zip(modules, ids, owner.slots(ids), strict=True)
+    ]
 
 
 def module_device(module: nn.Module) -> torch.device:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, get_args
+from numbers import Real
+from typing import Any, Literal, get_args
 
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean"]
 GpuPath = Literal["host", "ipc", "nccl"]
-
-GPU_PATHS = get_args(GpuPath)
-"""Names ways, with commas between them, and goes before ``gpu_paths``."""
-
-_CHOICES = {"unused_grads": get_args(UnusedGrads), "scalars": get_args(Scalars)}
-
-_LONGEST = 1e6
-"""The longest timeout in seconds, eleven days: `poll` counts milliseconds in 32 bits."""
+GPU_PATHS = {*get_args(GpuPath)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +20,28 @@ class Options:
     """How an executor and its wrappers behave where the default does not suit.
 
     Attributes:
-        unused_grads: The gradient of a parameter that no replica used: ``"zeros"`` as upstream, or
-            ``"none"`` as a plain module would leave it.
         scalars: The form of 0-dim outputs: upstream's ``"vector"``, one entry per chunk, or one
             number, their ``"mean"``, weighted by the chunks' rows.
-        chunk_weights: Proportions of the rows of the chunks, one number for each of
-            ``device_ids``, such as ``(4, 1)``; None cuts batches as upstream does. All arguments
-            that are split must have one size then.
+        unused_grads: The gradient of a parameter that no replica used: ``"zeros"`` as upstream, or
+            ``"none"`` as a plain module would leave it.
         placement_timeout: Seconds that replicas may take to be placed and to start. While they wait
             for a place Ray's autoscaler knows of it, and a node that is added is used.
         call_timeout: Seconds that one forward or backward may take before its replica counts as
             dead and is ended; None waits. The first call of a process has ``placement_timeout``, if
             that is more: it imports.
+        elastic: Start with as many GPUs as there are, one at least, instead of waiting for all;
+            they run the chunks of the others, too. Nodes that join are used, nodes that drain are
+            left. Chunks stay what ``device_ids`` say, so that results do not depend on which
+            replicas run.
+        name: The executor's name in Ray's dashboard, metrics and `raydp-parallel status`; None is
+            the program's name.
+        metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the
+            background.
+        threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a
+            call: those that Ray was told of, and never more than the process may use.
+        chunk_weights: Proportions of the rows of the chunks, one number for each of
+            ``device_ids``, such as ``(4, 1)``; None cuts batches as upstream does. All arguments
+            that are split must have one size then.
         cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number
             of them share a small machine.
         gpus_per_replica: The part of a GPU that Ray books for each replica, above 0 and at most 1.
@@ -46,35 +51,25 @@ class Options:
         label_selector: Labels that a node must have to be used, such as ``{"market-type":
             "!spot"}``, as Ray's label selectors have it. Give ``device_ids`` with it. It needs a
             Ray that places by label, 2.49 or newer.
-        elastic: Start with as many GPUs as there are, one at least, instead of waiting for all;
-            they run the chunks of the others, too. Nodes that join are used, nodes that drain are
-            left. Chunks stay what ``device_ids`` say, so that results do not depend on which
-            replicas run.
-        threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a
-            call: those that Ray was told of, and never more than the process may use.
-        name: The executor's name in Ray's dashboard, metrics and `raydp-parallel status`; None is
-            the program's name.
-        metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the
-            background.
         gpu_paths: Ways in which bytes may leave a GPU. ``"host"``, by pinned memory, is always
             there; ``"ipc"`` is memory of a GPU that the driver and a replica share; ``"nccl"``
             carries weights and gradients from GPU to GPU. ``"auto"`` is all of them; each is tried
             before it is used, and left out where it fails.
     """
 
-    unused_grads: UnusedGrads = "zeros"
     scalars: Scalars = "vector"
-    chunk_weights: Sequence[float] | None = None
+    unused_grads: UnusedGrads = "zeros"
     placement_timeout: float = 60.0
     call_timeout: float | None = None
+    elastic: bool = False
+    name: str | None = None
+    metrics: bool = True
+    threads: int | None = None
+    chunk_weights: Sequence[float] | None = None
     cpus_per_replica: float = 0.0
     gpus_per_replica: float = 1.0
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)
     label_selector: Mapping[str, str] = field(default_factory=dict, hash=False)
-    elastic: bool = False
-    threads: int | None = None
-    name: str | None = None
-    metrics: bool = True
     gpu_paths: Literal["auto"] | Sequence[GpuPath] = "auto"
 
     @property
@@ -84,71 +79,65 @@ class Options:
 
     @property
     def ways(self) -> set[str]:
-        """The ways to try: those of the environment, else those of `gpu_paths`."""
+        """The ways of `gpu_paths` to try."""
         return {*GPU_PATHS} if self.gpu_paths == "auto" else {*self.gpu_paths}
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
+        for name, (kind, fits, text) in _RULES.items():
             value = getattr(self, name)
-            if value not in choices:
-                self._refuse(name, f"expected one of {', '.join(choices)}")
-        paths = self.gpu_paths
-        if paths != "auto" and (isinstance(paths, str) or not {*paths} <= {*GPU_PATHS}):
-            self._refuse("gpu_paths", f"expected 'auto' or some of {GPU_PATHS}")
-        object.__setattr__(self, "gpu_paths", paths if paths == "auto" else tuple(paths))
-        weights: Any = self.chunk_weights
-        if weights is not None:
-            above = isinstance(weights, Sequence) and all(_is_number(w) and w > 0 for w in weights)
-            if not above or not 0 < math.fsum(weights) < math.inf:
-                text = "expected finite numbers above 0, one for each device, such as (4, 1)"
-                self._refuse("chunk_weights", text)
-            object.__setattr__(self, "chunk_weights", tuple(weights))
-        for name, (fits, text) in _NUMBERS.items():
-            value = getattr(self, name)
-            if value is None and name in ("call_timeout", "threads"):
+            if value is None and name in ("call_timeout", "name", "threads", "chunk_weights"):
                 continue
-            if not _is_number(value):
-                self._refuse(name, f"expected a number, got {type(value).__name__}", TypeError)
-            if not fits(value):
-                self._refuse(name, f"expected {text}")
-        for name in ("resources", "label_selector"):
-            value = getattr(self, name)
-            if not isinstance(value, Mapping) or not all(isinstance(k, str) and k for k in value):
-                self._refuse(name, "expected a dict by name", TypeError)
-            object.__setattr__(self, name, dict(value))
-        for name, amount in self.resources.items():
-            if name in ("CPU", "GPU", "memory", "object_store_memory"):
-                text = "CPUs and GPUs are booked with cpus_per_replica and gpus_per_replica"
-                self._refuse("resources", f"expected custom resources of Ray's; {text}")
-            if not _is_number(amount) or not 0 < amount < math.inf:
-                self._refuse("resources", f"expected a number above 0 for {name!r}")
-        if self.name is not None and (
-            not self.name or any(c in "/:@" or not c.isprintable() for c in self.name)
-        ):
-            text = "expected printable characters without '/', ':' and '@', such as 'train'"
-            self._refuse("name", text)
-
-    def _refuse(self, name: str, text: str, kind: type[Exception] = ValueError) -> NoReturn:
-        raise kind(f"Options({name}={getattr(self, name)!r}): {text}")
+            known = isinstance(value, kind) and not isinstance(value, bool)
+            if not known or not fits(value):
+                error = ValueError if known else TypeError
+                raise error(f"Options({name}={value!r}): expected {text}")
+            # A copy: the program may change its own.
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, dict(value))
+            elif not isinstance(value, (str, Real)):
+                object.__setattr__(self, name, tuple(value))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_time(value: float) -> bool:
+    return 0 < value <= 1e6  # eleven days: `poll` counts milliseconds in 32 bits
 
 
-def _is_time(seconds: float) -> bool:
-    return 0 < seconds <= _LONGEST
+def _is_amount(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-_TIME = f"seconds above 0, at most {_LONGEST:g}"
-_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "placement_timeout": (_is_time, _TIME),
-    "call_timeout": (_is_time, f"{_TIME}; None waits without a limit"),
-    "cpus_per_replica": (lambda n: 0 <= n < math.inf, "at least 0"),
-    "gpus_per_replica": (
-        lambda n: 0 < n <= 1,
-        "a number above 0 and at most 1. For CPU replicas, give device_ids=['cpu', ...]",
-    ),
-    "threads": (lambda n: n >= 1, "None or at least 1"),
+def _are_weights(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(map(_is_amount, value)) and _is_amount(sum(value))
+
+
+def _are_names(value: Any) -> bool:
+    return all(isinstance(name, str) and name for name in value)
+
+
+def _are_resources(value: Any) -> bool:
+    booked = {"CPU", "GPU", "memory", "object_store_memory"}  # by the settings above, and by Ray
+    return _are_names(value) and not booked & {*value} and all(map(_is_amount, value.values()))
+
+
+_TIME = "a number of seconds, above 0 and at most 1e+06"
+_PART = "a number above 0, at most 1. For CPU replicas, give device_ids=['cpu', ...]"
+_NAME = "printable characters without '/', ':' and '@', such as 'train'"
+_WEIGHTS = "finite numbers above 0, one for each device, such as (4, 1)"
+_PATHS = f"'auto' or some of {get_args(GpuPath)}"
+_AMOUNTS = "numbers above 0 by names of Ray's custom resources; cpus_per_replica books CPUs"
+
+_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "scalars": (str, lambda text: text in get_args(Scalars), "one of vector, mean"),
+    "unused_grads": (str, lambda text: text in get_args(UnusedGrads), "one of zeros, none"),
+    "placement_timeout": (Real, _is_time, _TIME),
+    "call_timeout": (Real, _is_time, f"{_TIME}; None waits without a limit"),
+    "name": (str, lambda text: text.isprintable() and not re.search("^$|[/:@]", text), _NAME),
+    "threads": (Real, lambda n: n >= 1, "None or a number, at least 1"),
+    "chunk_weights": (object, _are_weights, _WEIGHTS),
+    "cpus_per_replica": (Real, lambda n: 0 <= n < math.inf, "a number, at least 0"),
+    "gpus_per_replica": (Real, lambda n: 0 < n <= 1, _PART),
+    "resources": (Mapping, _are_resources, _AMOUNTS),
+    "label_selector": (Mapping, _are_names, "conditions by names of labels"),
+    "gpu_paths": (object, lambda paths: paths == "auto" or {*paths} <= GPU_PATHS, _PATHS),
 }
-"""Settings that are numbers: what they may be, and how an error says it."""
+"""What settings may be: of which class, with which values, and how an error says it."""

@@ -26,22 +26,24 @@ import inspect
 import logging
 import re
 import types
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast as record_function
+from torch.optim.optimizer import ParamsT
 
 from raydp_parallel import batch, functional
-from raydp_parallel.cluster.placement import DeviceId, device_id, normalize
+from raydp_parallel.batch import Function, Keywords
+from raydp_parallel.cluster.placement import Device, DeviceId, device_id, normalize
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import batch_inference, forward, loss, optimizer
 from raydp_parallel.driver.executor import Executor, shared
 from raydp_parallel.driver.forward import Called
 from raydp_parallel.driver.loss import LossCall
+from raydp_parallel.errors import warn
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options, Scalars
@@ -50,6 +52,8 @@ from raydp_parallel.replica.actor import fetched
 from raydp_parallel.state.look import check_devices
 
 T = TypeVar("T", bound=nn.Module)
+
+Devices = Sequence[Device]
 
 log = logging.getLogger("raydp_parallel")
 _warn_once = functools.cache(log.warning)
@@ -60,11 +64,11 @@ class _Forward:
     `Trainer` chooses columns.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
 
     @ambient.uncompiled
-    def __get__(self, model: Any, _: Any = None) -> Any:
+    def __get__(self, model: DataParallel[Any] | None, _: object = None) -> Function:
         if model is None:
             return self._function
         like = None if model._loss else getattr(model.module.forward, "__func__", None)
@@ -72,14 +76,25 @@ class _Forward:
 
 
 @functools.lru_cache(maxsize=64)
-def _signed(function: Any, like: Any) -> Any:
+def _signed(function: Function, like: Function | None) -> Function:
     """Return the same function with the signature of another one."""
     if like is None:
         return function
+    assert isinstance(function, types.FunctionType)
     made = types.FunctionType(function.__code__, function.__globals__)
     functools.update_wrapper(made, function)
     made.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
     return made
+
+
+class _Chunks(NamedTuple):
+    """The arguments of a call, split, and how its outputs become one."""
+
+    called: Called
+    args: Sequence[tuple[object, ...]]
+    kwargs: Sequence[Keywords]
+    rows: list[int]
+    scalars: Scalars
 
 
 class DataParallel(nn.DataParallel[T]):
@@ -115,8 +130,8 @@ class DataParallel(nn.DataParallel[T]):
     def __init__(
         self,
         module: T,
-        device_ids: Sequence[Any] | None = None,
-        output_device: Any = None,
+        device_ids: Devices | None = None,
+        output_device: Device | None = None,
         dim: int = 0,
         *,
         executor: Executor | None = None,
@@ -124,7 +139,7 @@ class DataParallel(nn.DataParallel[T]):
     ) -> None:
         # Not upstream's constructor, which would look for the ids among this process's own devices.
         nn.Module.__init__(self)
-        _check_types(module, executor, options, dim)
+        _check_types(dim, module=module, executor=executor, options=options)
         self.module = module
         if device_ids is None and executor is not None:
             device_ids = executor.device_ids or None
@@ -137,7 +152,7 @@ class DataParallel(nn.DataParallel[T]):
                 "left out and there is no GPU. device_ids=['cpu', 'cpu'] makes two CPU replicas"
             )
             return
-        _check_weights(self._options, ids)
+        _check_weights(self._options.chunk_weights, ids)
         self.dim = dim
         self._executor = executor
         self._output_device = None if output_device is None else _own_device(output_device, ids)
@@ -176,7 +191,7 @@ class DataParallel(nn.DataParallel[T]):
         return device.index if device.type == "cuda" else device
 
     @output_device.setter
-    def output_device(self, value: Any) -> None:
+    def output_device(self, value: Device | None) -> None:
         self._output_device = None if value is None else _own_device(value, self.device_ids)
 
     @property
@@ -208,7 +223,7 @@ class DataParallel(nn.DataParallel[T]):
     def optimizer(
         self,
         kind: type[torch.optim.Optimizer],
-        params: Iterable[Any] | None = None,
+        params: ParamsT | None = None,
         **keywords: Any,
     ) -> Any:
         """Make an optimizer whose steps are made where the module runs; in place it is torch's own.
@@ -253,13 +268,19 @@ class DataParallel(nn.DataParallel[T]):
 
     @_Forward
     @ambient.uncompiled
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Split, run, gather."""
         return self._evaluate(self._loss, inputs, kwargs)
 
     @ambient.uncompiled
     def call(
-        self, method: str, /, *args: Any, split: bool = True, gather: bool = True, **kwargs: Any
+        self,
+        method: str,
+        /,
+        *args: object,
+        split: bool = True,
+        gather: bool = True,
+        **kwargs: object,
     ) -> Any:
         """Call a method of the module on the replicas, differentiable as forward is.
 
@@ -291,12 +312,12 @@ class DataParallel(nn.DataParallel[T]):
     @ambient.uncompiled
     def run(
         self,
-        function: Callable[..., Any],
+        function: Function,
         /,
-        *args: Any,
+        *args: object,
         split: bool = True,
         gather: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Call ``function(module, *args, **kwargs)`` on the replicas, differentiable as forward is.
 
@@ -332,9 +353,9 @@ class DataParallel(nn.DataParallel[T]):
 
     def _evaluate(
         self,
-        called: Called | LossCall,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        called: Called,
+        inputs: tuple[object, ...],
+        kwargs: Keywords,
         split: bool = True,
         gather: bool = True,
     ) -> Any:
@@ -344,86 +365,86 @@ class DataParallel(nn.DataParallel[T]):
                 output = self._run_in_place(called, inputs, kwargs, split)
                 return output if gather else [output]
             ambient.refuse_transforms()
-            self._warn_of_hooks()
-            if isinstance(called, LossCall):
-                called.divided(inputs, kwargs)  # raises here what is wrong here
-            called, chunks, chunk_kwargs = self._chunks(called, inputs, kwargs, split)
-            ids = self.device_ids[: len(chunks)]
-            replicas = functional.calling(self.replicate(self.module, ids), called)
+            if nn.modules.module._has_any_global_hook():
+                self._warn_once(
+                    "hooks for all modules, such as those of register_module_forward_hook, run in "
+                    "this process only: replicas do not have them, so that what they change or "
+                    "record of the module is missing. Register hooks on the modules themselves",
+                    "_warned_of_hooks",
+                )
+            chunks = self._chunks(called, inputs, kwargs, split)
+            ids = self.device_ids[: len(chunks.args)]
+            replicas = self.replicate(self.module, ids)
+            if called is not None:
+                replicas = functional.calling(replicas, chunks.called)
             if not split:
                 output = replicas[0](*inputs, **kwargs)
                 return output if gather else [output]
-            if not gather:
-                return self.parallel_apply(replicas, chunks, chunk_kwargs)
-            return self._applied(called, replicas, chunks, chunk_kwargs)
+            if not gather or not self._own("parallel_apply", "gather"):
+                outputs = self.parallel_apply(replicas, chunks.args, chunks.kwargs)
+                return self._joined(chunks, outputs) if gather else outputs
+            how = self.dim, self._options.unused_grads, True
+            with self.executor.lock:  # outputs lie in windows until they are gathered
+                outputs = functional.apply(replicas, chunks.args, chunks.kwargs, ids, *how)
+                return self._joined(chunks, outputs)
 
-    def _chunks(self, called: Any, inputs: Any, kwargs: Any, split: bool) -> tuple[Any, Any, Any]:
-        """Return what is called, and the arguments of each chunk."""
-        chunks, chunk_kwargs = (inputs,), (kwargs,)
-        if split:
-            chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
-            if not chunks and not chunk_kwargs:
-                chunks, chunk_kwargs = ((),), ({},)
+    def _chunks(
+        self, called: Called, inputs: tuple[object, ...], kwargs: Keywords, split: bool
+    ) -> _Chunks:
+        """Split the arguments of a call."""
         if isinstance(called, LossCall):
-            called = called.for_chunks(len(chunks), self.dim)
-        return called, chunks, chunk_kwargs
-
-    def _applied(self, called: Any, replicas: Any, chunks: Any, chunk_kwargs: Any) -> Any:
-        """Run the chunks and gather."""
-        numbers = isinstance(called, LossCall) and called.reduction != "none"
-        rows = [batch.rows(a, k, self.dim) for a, k in zip(chunks, chunk_kwargs, strict=True)]
+            called.divided(inputs, kwargs)  # raises here what is wrong here
         scalars = self._options.scalars
-        items = chunk_kwargs[0].get("num_items_in_batch")
-        if items is not None and not getattr(items, "shape", ()) and any(rows) and not numbers:
+        if not split:
+            called = called.for_chunks(1, self.dim) if isinstance(called, LossCall) else called
+            return _Chunks(called, [inputs], [kwargs], [0], scalars)
+        args, named = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
+        if not args and not named:
+            args, named = [()], [{}]
+        rows = [batch.rows(a, k, self.dim) for a, k in zip(args, named, strict=True)]
+        if isinstance(called, LossCall):
+            called = called.for_chunks(len(args), self.dim)
+            if called.reduction != "none":
+                return _Chunks(called, args, named, rows, scalars)
+        items = named[0].get("num_items_in_batch")
+        if items is not None and not getattr(items, "shape", ()) and any(rows):
             # Hugging Face's Trainer, which wants one number. A module divides the sum of its losses
             # by the items, or ignores them: given the chunk's share, the mean is right for both.
             scalars = "mean"
             shares = [items * count / sum(rows) for count in rows]
-            chunk_kwargs = [
-                {**k, "num_items_in_batch": n} for k, n in zip(chunk_kwargs, shares, strict=True)
-            ]
-        weighted = scalars == "mean" and not numbers
-        if weighted and not any(rows) and batch.find_refs((chunks, chunk_kwargs)):
+            named = [k | {"num_items_in_batch": n} for k, n in zip(named, shares, strict=True)]
+        if scalars == "mean" and not any(rows) and batch.find_refs((args, named)):
             raise ValueError(
                 "Options(scalars='mean'): the rows of chunks are not known, because all "
                 "arguments that are split are references"
             )
-        own = self._has_own("parallel_apply") and self._has_own("gather")
-        if numbers or not own or len(chunks) == 1:
-            outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
-            return self._joined(called, outputs, rows, scalars)
-        with self.executor.lock:  # outputs lie in windows until they are gathered
-            ids = self.device_ids[: len(chunks)]
-            unused = self._options.unused_grads
-            outputs = functional.apply(
-                replicas, chunks, chunk_kwargs, ids, dim=self.dim, unused=unused, lend=True
-            )
-            return self._joined(called, outputs, rows, scalars)
+        return _Chunks(called, args, named, rows, scalars)
 
-    def _joined(self, called: Any, outputs: Any, rows: Sequence[int], scalars: Scalars) -> Any:
+    def _joined(self, chunks: _Chunks, outputs: Sequence[object]) -> Any:
         """Make one output of those of the chunks."""
-        if isinstance(called, LossCall) and called.reduction != "none":
-            return called.joined(outputs, batch.output_place(self.output_device))
-        if not self._has_own("gather"):
+        if isinstance(chunks.called, LossCall) and chunks.called.reduction != "none":
+            return chunks.called.joined(outputs, batch.output_place(self.output_device))
+        if not self._own("gather"):
             return self.gather(outputs, self.output_device)
         # [10] gather
-        return batch.gather(outputs, self.output_device, self.dim, scalars=scalars, weights=rows)
+        return batch.gather(
+            outputs, self.output_device, self.dim, scalars=chunks.scalars, weights=chunks.rows
+        )
 
     def _run_in_place(
-        self, called: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], split: bool
+        self, called: Called, inputs: tuple[object, ...], kwargs: Keywords, split: bool
     ) -> Any:
         """Call the module itself, as upstream does with one device."""
-        place = None if not self.device_ids or replica.running() else self._place
+        place = None if replica.running() else self._place
         if place is not None:
             check_devices(self.module)
             if split:
-                chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-                inputs, kwargs = (chunks or ((),))[0], (chunk_kwargs or ({},))[0]
+                args, named = self.scatter(inputs, kwargs, self.device_ids)
+                inputs, kwargs = (args or [()])[0], (named or [{}])[0]
             if place.type == "cuda":
                 inputs, kwargs = batch.moved((inputs, kwargs), place)
-        if batch.find_refs((inputs, kwargs)):
-            home = module_device(self.module)
-            inputs, kwargs = batch.resolved((inputs, kwargs), _get, home)
+        home = module_device(self.module)
+        inputs, kwargs = batch.resolved((inputs, kwargs), fetched, home)
         if isinstance(called, LossCall):
             arguments, targets, others = called.divided(inputs, kwargs)
             return called.criterion(self.module(*arguments, **others), *targets)
@@ -437,35 +458,29 @@ class DataParallel(nn.DataParallel[T]):
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
         """Return remote replicas of ``module``, one per device."""
         detach = not torch.is_grad_enabled()
-        return list(functional.replicas_of(module, device_ids, detach, self.executor))
+        return [*functional.replicas_of(module, device_ids, detach, self.executor)]
 
     @ambient.uncompiled
     def scatter(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
+        self, inputs: tuple[object, ...], kwargs: Keywords | None, device_ids: Devices
     ) -> Any:
         """Split the arguments into chunks, one per device."""
-        sizes = None
-        if self._options.chunk_weights is not None:
-            _check_weights(self._options, device_ids)
-            sizes = functools.partial(
-                batch.weighted_sizes, chunks=len(device_ids), weights=self._options.chunk_weights
-            )
+        weights = self._options.chunk_weights
+        _check_weights(weights, device_ids)
         return batch.scatter_kwargs(
-            inputs, kwargs, device_ids, dim=self.dim, warn=self._warn_once, sizes=sizes
+            inputs, kwargs, device_ids, self.dim, warn=self._warn_once, weights=weights
         )
 
     @ambient.uncompiled
     def parallel_apply(
-        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+        self, replicas: Sequence[Any], inputs: Sequence[object], kwargs: Sequence[Keywords] | None
     ) -> list[Any]:
         """Return the outputs of each replica for its chunk."""
-        ids = self.device_ids[: len(replicas)]
-        return functional.apply(
-            replicas, inputs, kwargs, ids, dim=self.dim, unused=self._options.unused_grads
-        )
+        ids, unused = self.device_ids[: len(replicas)], self._options.unused_grads
+        return functional.apply(replicas, inputs, kwargs, ids, self.dim, unused)
 
     @ambient.uncompiled
-    def gather(self, outputs: Any, output_device: Any) -> Any:
+    def gather(self, outputs: Iterable[object], output_device: Device) -> Any:
         """Make one output of all chunks'."""
         return batch.gather(outputs, output_device, self.dim, scalars=self._options.scalars)
 
@@ -473,11 +488,11 @@ class DataParallel(nn.DataParallel[T]):
 
     def with_loss(
         self,
-        criterion: Callable[..., Any],
+        criterion: Function,
         *,
         targets: int | str | Sequence[str] = 1,
         reduction: str | None = None,
-        count: Callable[..., Any] | None = None,
+        count: Function | None = None,
     ) -> DataParallel[T]:
         """Return this model with a loss that is computed where its outputs are, so that these do
         not travel.
@@ -523,7 +538,7 @@ class DataParallel(nn.DataParallel[T]):
 
     def map(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         *,
         in_flight: int | None = None,
         split: bool = False,
@@ -551,83 +566,65 @@ class DataParallel(nn.DataParallel[T]):
                 ends; ``"skip"`` gives no output for that batch, and warns of all at the end.
         """
         batch_inference.check(in_flight, on_error)
-        begin, most = self._begin, 1 if split else len(self.device_ids)
-        if self._in_place:
-            begin, most = self._begin_in_place, 1
-        else:
+        most = 1
+        if not self._in_place:
             self.executor.slots(self.device_ids)  # starts in the caller's thread
-        begin = functools.partial(begin, split=split)
+            most = 1 if split else len(self.device_ids)
+        begin = functools.partial(self._begin, split=split)
         return batch_inference.outputs(batches, begin, min(most, in_flight or most), on_error)
 
     def _begin(
-        self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any], split: bool
+        self, at: int, inputs: tuple[object, ...], kwargs: Keywords, split: bool
     ) -> Callable[[], Any]:
         """Send a batch to one replica, or its chunks to all; none of them writes back."""
+        if self._in_place:
+            return functools.partial(torch.no_grad()(self.forward), *inputs, **kwargs)
         ids = self.device_ids
         first = 0 if split else at % len(ids)
         with torch.no_grad():
-            called, chunks, chunk_kwargs = self._chunks(self._loss, inputs, kwargs, split)
+            chunks = self._chunks(self._loss, inputs, kwargs, split)
             slots = self.executor.slots(ids)
-            rows: list[int] = []
             waits: list[Any] = []
-            for i, (a, k) in enumerate(zip(chunks, chunk_kwargs, strict=True), first):
+            for i, (a, k) in enumerate(zip(chunks.args, chunks.kwargs, strict=True), first):
                 replica_ = functional.RemoteReplica(
-                    self.module, ids[i], slots[i], self.executor, True, called
+                    self.module, ids[i], slots[i], self.executor, True, chunks.called
                 )
                 where = f"in replica {i} on device {ids[i]}" if split else None
                 chunk = replica_.chunk(a, k, where, self.dim)
-                rows.append(chunk.rows)
                 # The module stays as it is from the first batch on.
                 waits.append(forward.begin(self.executor, chunk, len(ids), at == 0 and i == first))
 
         def finish() -> Any:
             with exceptions.ShortTraceback():
                 outputs = [wait() for wait in waits]
-            if not split and (called is None or called.reduction == "none"):
+            called = chunks.called
+            if not split and not (isinstance(called, LossCall) and called.reduction != "none"):
                 return outputs[0]
-            return self._joined(called, outputs, rows, self._options.scalars)
+            return self._joined(chunks, outputs)
 
         return finish
 
-    def _begin_in_place(
-        self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any], split: bool
-    ) -> Callable[[], Any]:
-        return functools.partial(torch.no_grad()(self.forward), *inputs, **kwargs)
-
-    def _has_own(self, method: str) -> bool:
-        """Tell if a method is this class's, and not one of a subclass or of the instance."""
-        return getattr(getattr(self, method), "__func__", None) is vars(DataParallel)[method]
-
-    def _warn_of_hooks(self) -> None:
-        """Warn of hooks that this process has for all modules: replicas do not run them."""
-        hooks = (
-            nn.modules.module._global_forward_pre_hooks
-            or nn.modules.module._global_forward_hooks
-            or nn.modules.module._global_backward_pre_hooks
-            or nn.modules.module._global_backward_hooks
+    def _own(self, *methods: str) -> bool:
+        """Tell if methods are this class's, and not those of a subclass or of the instance."""
+        return all(
+            getattr(getattr(self, name), "__func__", None) is vars(DataParallel)[name]
+            for name in methods
         )
-        if hooks:
-            self._warn_once(
-                "hooks for all modules, such as those of register_module_forward_hook, run in this "
-                "process only: replicas do not have them, so that what they change or record of "
-                "the module is missing. Register hooks on the modules themselves",
-                "_warned_of_hooks",
-            )
 
     def _warn_once(self, text: str, name: str) -> None:
         if name not in self.__dict__:
             self.__dict__[name] = True
-            warnings.warn(f"{text}. This is said once for each wrapper.", stacklevel=3)
+            warn(f"{text}. This is said once for each wrapper.")
 
 
 @ambient.uncompiled
 def data_parallel(
     module: nn.Module,
-    inputs: Any,
-    device_ids: Sequence[Any] | None = None,
-    output_device: Any = None,
+    inputs: object,
+    device_ids: Devices | None = None,
+    output_device: Device | None = None,
     dim: int = 0,
-    module_kwargs: dict[str, Any] | None = None,
+    module_kwargs: Keywords | None = None,
 ) -> Any:
     """Evaluate ``module(*inputs, **module_kwargs)`` in parallel, once. The functional form of
     `DataParallel`.
@@ -648,26 +645,14 @@ def data_parallel(
             "device type could not be determined: the cluster has no GPU. Give "
             "device_ids=['cpu', ...] for CPU replicas"
         )
-    check_devices(module)
-    chunks, kwargs = batch.scatter_kwargs(inputs, module_kwargs, ids, dim)
-    if not chunks and not kwargs:
-        chunks, kwargs = ((),), ({},)
-    if ids == ["cpu"]:
-        return module(*chunks[0], **kwargs[0])
-    replicas = functional.replicate(module, ids[: len(chunks)])
-    outputs = functional.apply(replicas, chunks, kwargs, ids[: len(chunks)], dim=dim)
-    place = module_device(module) if output_device is None else _own_device(output_device, ids)
-    return batch.gather(outputs, place, dim)
+    # A module that lies elsewhere is not moved, as upstream: a replica runs it.
+    stays = ids == ["cpu"] or ids == [module_device(module).index]
+    executor = None if stays else shared(Options())
+    model = DataParallel(module, ids, output_device, dim, executor=executor)
+    return model(*inputs, **(module_kwargs or {}))
 
 
-def _get(ref: Any) -> Any:
-    found = fetched(ref)
-    if isinstance(found, BaseException):
-        raise found
-    return found
-
-
-def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
+def _own_device(entry: Device, ids: Sequence[DeviceId]) -> torch.device:
     """Return the driver's device that ``output_device`` names. Ids are logical: without CUDA they
     name the driver's CPU.
     """
@@ -680,8 +665,7 @@ def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
     return batch.output_place(entry)
 
 
-def _check_weights(options: Options, ids: Sequence[Any]) -> None:
-    weights = options.chunk_weights
+def _check_weights(weights: Sequence[float] | None, ids: Sequence[object]) -> None:
     if weights is not None and len(weights) != len(ids):
         raise ValueError(
             f"Options(chunk_weights={weights}): {len(weights)} weights for {len(ids)} devices "
@@ -689,15 +673,12 @@ def _check_weights(options: Options, ids: Sequence[Any]) -> None:
         )
 
 
-def _check_types(module: Any, executor: Any, options: Any, dim: Any) -> None:
-    for name, value, kind in (
-        ("module", module, nn.Module),
-        ("executor", executor, Executor),
-        ("options", options, Options),
-    ):
-        if not isinstance(value, kind) and (name == "module" or value is not None):
+def _check_types(dim: object, **others: object) -> None:
+    kinds = {"module": nn.Module, "executor": Executor, "options": Options}
+    for name, value in others.items():
+        if not isinstance(value, kinds[name]) and (name == "module" or value is not None):
             raise TypeError(
-                f"DataParallel: {name} must be a {kind.__name__}, got {type(value).__name__}"
+                f"DataParallel: {name} must be a {kinds[name].__name__}, got {type(value).__name__}"
             )
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"DataParallel: dim must be an int, got {dim!r}")

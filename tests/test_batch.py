@@ -24,8 +24,8 @@ from raydp_parallel.batch import (
     rows,
     scatter,
     scatter_kwargs,
-    weighted_sizes,
 )
+from raydp_parallel.batch.splitting import weighted_sizes
 
 TWO = [0, 1]
 LENGTHS = (3, 1, 4, 2, 5)
@@ -602,17 +602,14 @@ def test_X2_all_values_of_a_call_are_split_alike():
         rest = iter(value.items)
         return [Graphs(next(rest) for _ in range(size)) for size in sizes(len(value.items))]
 
-    def chosen(size):
-        return weighted_sizes(size, 2, (4, 1))
-
     with pytest.raises(ValueError, match=r"inputs\[0\] is split by a rule of its class that takes"):
-        scatter_kwargs((Speaking("ab"),), None, TWO, sizes=chosen)
+        scatter_kwargs((Speaking("ab"),), None, TWO, weights=(4, 1))
     register_batch_type(Graphs, scatter=split, gather=join_graphs)
     value = (numbers(5), packed(LENGTHS)), {"graphs": Graphs("abcde")}
-    inputs, kwargs = scatter_kwargs(*value, TWO, sizes=chosen)
+    inputs, kwargs = scatter_kwargs(*value, TWO, weights=(4, 1))
     assert [rows(chunk, None, 0) for chunk in inputs] == [4, 1]
     assert [int(chunk[1].batch_sizes[0]) for chunk in inputs] == [4, 1]
     assert [len(chunk["graphs"].items) for chunk in kwargs] == [4, 1]
     assert [len(chunk.items) for chunk in scatter(Graphs("abcde"), TWO)] == [3, 2]
     with pytest.raises(ValueError, match=r"different sizes.*inputs\[0\]: size 8.*size 4"):
-        scatter_kwargs((numbers(8), numbers(4)), None, TWO, sizes=chosen)
+        scatter_kwargs((numbers(8), numbers(4)), None, TWO, weights=(4, 1))

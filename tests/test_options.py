@@ -55,14 +55,14 @@ BAD: dict[str, list[Any]] = {
     "gpus_per_replica": [0, 2, -0.5],
     "threads": [0],
     "name": ["", "a/b", "me@host", "red\x1b[31m", "two\nlines", "\u202egnp.exe"],
-    "resources": [{"disk": 0}, {"disk": -1.0}, {"disk": "1"}, {"disk": True}, {"GPU": 1}],
+    "resources": [{"disk": 0}, {"disk": -1.0}, {"disk": "1"}, {"disk": True}, {"GPU": 1}, {1: 1}],
 }
 WRONG: dict[str, list[Any]] = {
     "gpus_per_replica": ["1"],
     "cpus_per_replica": [None],
     "placement_timeout": ["60", True],
     "call_timeout": ["1"],
-    "resources": [["disk"], {1: 1}],
+    "resources": [["disk"]],
     "label_selector": ["zone=a"],
 }
 

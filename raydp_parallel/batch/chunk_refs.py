@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.batch.containers import contents, kind_of, mapped
+from raydp_parallel.batch.containers import Function, contents, kind_of, mapped
 
 
 class ChunkRef:
@@ -17,11 +17,11 @@ class ChunkRef:
     reference, or in a message its number.
     """
 
-    def __init__(self, ref: Any, prepare: Callable[[Any], Any] | None) -> None:
+    def __init__(self, ref: object, prepare: Function | None) -> None:
         self.ref = ref
         self.prepare = prepare
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         if isinstance(self.ref, int):
             return ChunkRef, (self.ref, self.prepare)
         # Pickling a reference keeps its object for ever; messages have its number instead.
@@ -49,7 +49,7 @@ class ChunkRefs:
             makes a tensor of an array.
     """
 
-    def __init__(self, refs: Iterable[Any], prepare: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, refs: Iterable[object], prepare: Function | None = None) -> None:
         self.refs = tuple(refs)
         self.prepare = prepare
         if not self.refs:
@@ -79,7 +79,7 @@ class ChunkRefs:
             )
         return [ChunkRef(ref, self.prepare) for ref in self.refs]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         return self.alone().__reduce__()  # a call that is not split has arguments as they are
 
     def alone(self) -> ChunkRef:
@@ -91,7 +91,7 @@ class ChunkRefs:
         return ChunkRef(self.refs[0], self.prepare)
 
 
-def find_refs(value: Any) -> list[ChunkRef | ChunkRefs]:
+def find_refs(value: object) -> list[ChunkRef | ChunkRefs]:
     """The references among the arguments of a chunk."""
     if isinstance(value, (ChunkRef, ChunkRefs)):
         return [value]
@@ -99,33 +99,37 @@ def find_refs(value: Any) -> list[ChunkRef | ChunkRefs]:
     return [ref for part in parts for ref in find_refs(part)]
 
 
-def numbered(value: Any, numbers: dict[Any, int]) -> Any:
+def numbered(value: object, numbers: dict[object, int]) -> Any:
     """Put numbers in the places of the references among a chunk's arguments."""
-
-    def take(part: Any) -> Any:
-        one = part.alone() if isinstance(part, ChunkRefs) else part
-        return ChunkRef(numbers.get(one.ref, 0), one.prepare) if isinstance(one, ChunkRef) else part
-
-    return mapped(value, take)
+    return _replaced(value, lambda one: ChunkRef(numbers.get(one.ref, 0), one.prepare))
 
 
-def resolved(value: Any, get: Callable[[Any], Any], device: torch.device) -> Any:
-    """Arguments with the objects that ``get`` gives for their references, on a device."""
-    objects: dict[Any, Any] = {}  # two arguments may be parts of one object
+def resolved(value: object, get: Callable[[Any], object], device: torch.device) -> Any:
+    """Arguments with the objects that ``get`` gives for their references, on a device. It gives an
+    exception for an object that cannot be had.
+    """
+    objects: dict[object, object] = {}  # two arguments may be parts of one object
 
-    def take(part: Any) -> Any:
-        one = part.alone() if isinstance(part, ChunkRefs) else part
-        if not isinstance(one, ChunkRef):
-            return part
+    def swap(one: ChunkRef) -> Any:
         if one.ref not in objects:
             objects[one.ref] = get(one.ref)
         found = objects[one.ref]
+        if isinstance(found, BaseException):
+            raise found
         if one.prepare is not None:
             with warnings.catch_warnings():
                 # Nothing writes to it: what is still the object's own memory is copied.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 found = one.prepare(found)
         return mapped(found, lambda leaf: _own(leaf, device) if isinstance(leaf, Tensor) else leaf)
+
+    return _replaced(value, swap)
+
+
+def _replaced(value: object, swap: Callable[[ChunkRef], Any]) -> Any:
+    def take(part: object) -> object:
+        one = part.alone() if isinstance(part, ChunkRefs) else part
+        return swap(one) if isinstance(one, ChunkRef) else part
 
     return mapped(value, take)
 

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+Function = Callable[..., Any]
+Keywords = dict[str, Any]
+Parts = dict[Any, Any]
+"""The parts of a container by key, position, or field name."""
 
-class ContainerKind(Enum):
-    """How a value is treated."""
 
-    TENSOR = "tensor"
-    PACKED = "packed sequence"
-    MAPPING = "mapping"
-    SEQUENCE = "sequence"
-    FIELDS = "dataclass"
-    ITERABLE = "iterable"
-    NONE = "None"
-    LEAF = "leaf"
+ContainerKind = Enum(
+    "ContainerKind", "TENSOR PACKED MAPPING SEQUENCE FIELDS ITERABLE NONE LEAF", module=__name__
+)
+"""How a value is treated."""
 
 
 def kind_of(value: object) -> ContainerKind:
@@ -60,8 +58,8 @@ def iterates_over_tensors(value: object) -> bool:
         return False
 
 
-def contents(value: Any, kind: ContainerKind) -> dict[Any, Any]:
-    """The parts of a container by key, by position or by field name; none for a leaf."""
+def contents(value: Any, kind: ContainerKind) -> Parts:
+    """The parts of a container; none for a leaf."""
     if kind is ContainerKind.MAPPING:
         return {key: value[key] for key in value}
     if kind in (ContainerKind.SEQUENCE, ContainerKind.ITERABLE):
@@ -72,12 +70,12 @@ def contents(value: Any, kind: ContainerKind) -> dict[Any, Any]:
     return {}
 
 
-def step(kind: ContainerKind, key: Any) -> str:
+def step(kind: ContainerKind, key: object) -> str:
     """One step of a path: ``[0]``, ``['mask']`` or ``.mask``."""
     return f".{key}" if kind is ContainerKind.FIELDS else f"[{key!r}]"
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors of a nested value, those of packed sequences included."""
     if isinstance(value, Tensor):
         yield value
@@ -88,12 +86,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def moved(value: object, device: torch.device) -> Any:
     """Bring all tensors in containers to a device."""
     return mapped(value, lambda part: part.to(device) if isinstance(part, Tensor) else part)
 
 
-def mapped(value: Any, swap: Callable[[Any], Any]) -> Any:
+def mapped(value: object, swap: Callable[[object], object]) -> Any:
     """A nested value whose leaves went through ``swap``. Containers in which nothing changes stay
     the same objects.
     """
@@ -107,7 +105,7 @@ def mapped(value: Any, swap: Callable[[Any], Any]) -> Any:
     return container_like(value, kind, found)
 
 
-def container_like(like: Any, kind: ContainerKind, parts: dict[Any, Any]) -> Any:
+def container_like(like: Any, kind: ContainerKind, parts: Parts) -> Any:
     """A container of the same class with other contents."""
     if kind is ContainerKind.FIELDS:
         made = copy.copy(like)  # keeps what is no field

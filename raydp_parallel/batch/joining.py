@@ -6,7 +6,6 @@ does not know. Here the values of all replicas are compared, and leaves come bac
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +15,9 @@ from torch import Tensor
 from raydp_parallel.batch import containers
 from raydp_parallel.batch.containers import ContainerKind, contents, kind_of
 from raydp_parallel.batch.packed import join_packed
-from raydp_parallel.batch.registry import joiner_of
+from raydp_parallel.batch.registry import rules_of
 from raydp_parallel.devices.ambient import uncompiled
+from raydp_parallel.errors import warn
 from raydp_parallel.options import Scalars
 
 
@@ -35,11 +35,10 @@ def output_place(target: int | str | torch.device) -> torch.device:
     module of such a driver lies.
     """
     if target == -1:
-        warnings.warn(
+        warn(
             "Using -1 to represent CPU tensor is deprecated. Please use a "
             'device object or string instead, e.g., "cpu".',
             FutureWarning,
-            stacklevel=3,
         )
         return torch.device("cpu")
     device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
@@ -52,7 +51,7 @@ def output_place(target: int | str | torch.device) -> torch.device:
 
 @uncompiled
 def gather(
-    outputs: Iterable[Any],
+    outputs: Iterable[object],
     target_device: int | str | torch.device,
     dim: int = 0,
     *,
@@ -84,7 +83,7 @@ def gather(
 
 
 def _join(outs: list[Any], how: _How, path: str) -> Any:
-    joiners = [joiner_of(out) for out in outs]
+    joiners = [rules_of(type(out))[1] for out in outs]
     if joiners[0] is not None and None not in joiners:
         return joiners[0](outs, how.place, how.dim)
     if any(joiners):
@@ -96,10 +95,9 @@ def _join(outs: list[Any], how: _How, path: str) -> Any:
     if kinds <= {ContainerKind.NONE, ContainerKind.LEAF}:
         objects = [type(out).__qualname__ for out in outs if hasattr(out, "__dict__")]
         if objects:
-            warnings.warn(
+            warn(
                 f"{path} is of the class {objects[0]}, which is not joined: it is a list with one "
-                "for each chunk. Give the class a __gather__, or use register_batch_type",
-                stacklevel=2,
+                "for each chunk. Give the class a __gather__, or use register_batch_type"
             )
         return outs
     if len(kinds) > 1 or len(classes) > 1:
@@ -116,12 +114,11 @@ def _join_tensors(tensors: Sequence[Tensor], how: _How) -> Tensor:
     """One tensor of all, in the first one's dtype, as upstream's C++ allocates it."""
     scalars = all(tensor.dim() == 0 for tensor in tensors)
     if scalars and how.scalars == "vector" and how.dim == 0:
-        warnings.warn(
+        warn(
             "Was asked to gather along dimension 0, but all "
             "input tensors were scalars; will instead unsqueeze "
             "and return a vector. "
-            "Options(scalars='mean') makes one number of it, as a loss has to be for backward.",
-            stacklevel=2,
+            "Options(scalars='mean') makes one number of it, as a loss has to be for backward."
         )
         tensors = [scalar.reshape(1) for scalar in tensors]
     placed = [tensor.to(device=how.place, dtype=tensors[0].dtype) for tensor in tensors]
@@ -177,7 +174,7 @@ def _join_parts(outs: list[Any], kind: ContainerKind, how: _How, path: str) -> A
         raise
 
 
-def _output_kind(out: Any, path: str) -> ContainerKind:
+def _output_kind(out: object, path: str) -> ContainerKind:
     """As `kind_of`, with iterables, which upstream joins but does not split."""
     if isinstance(out, torch.Size):  # a tuple of numbers that can hold nothing else
         return ContainerKind.LEAF

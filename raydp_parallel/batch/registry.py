@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,20 +53,9 @@ def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> None
     registered[cls] = scatter, gather
 
 
-def splitter_of(value: object) -> Splitter | None:
-    """The rule that splits a value, called with ``(chunks, dim)``; None without one."""
-    rules = _rules_of(type(value))
-    own = getattr(type(value), "__scatter__", None) if rules is None else rules[0]
-    return None if own is None else partial(own, value)
-
-
-def joiner_of(value: object) -> Joiner | None:
-    """The rule that joins values of this value's class; None if the class has none."""
-    rules = _rules_of(type(value))
-    return getattr(type(value), "__gather__", None) if rules is None else rules[1]
-
-
-def _rules_of(cls: type) -> tuple[Splitter, Joiner] | None:
-    if not registered:  # the common case: do not walk the bases of every leaf
-        return None
-    return next((registered[base] for base in cls.__mro__ if base in registered), None)
+def rules_of(cls: type) -> tuple[Splitter | None, Joiner | None]:
+    """The rules that split values of a class, and join them; None where the class has none."""
+    for base in cls.__mro__ if registered else ():  # do not walk the bases of every leaf
+        if base in registered:
+            return registered[base]
+    return getattr(cls, "__scatter__", None), getattr(cls, "__gather__", None)

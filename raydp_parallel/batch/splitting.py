@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from raydp_parallel.batch import containers
-from raydp_parallel.batch.containers import ContainerKind, contents, kind_of
+from raydp_parallel.batch.containers import ContainerKind, Keywords, contents, kind_of
 from raydp_parallel.batch.packed import sequences, split_packed
-from raydp_parallel.batch.registry import splitter_of
+from raydp_parallel.batch.registry import Splitter, rules_of
 from raydp_parallel.devices.ambient import uncompiled
 
 Cut = int | list[int]
 """The most chunks, of one size, or the size of each chunk."""
-
-ChunkSizes = Callable[[int], list[int]]
-"""The rows of each chunk, for a number of rows."""
 
 Warn = Callable[[str, str], object]
 """Takes a warning and the name of its kind."""
@@ -75,26 +73,23 @@ def weighted_sizes(rows: int, chunks: int, weights: Sequence[float]) -> list[int
 class _Plan:
     """How values are cut, and the cuts made so far: path, size (None if a rule cut it), chunks."""
 
-    def __init__(self, chunks: int, dim: int, sizes: ChunkSizes | None = None) -> None:
+    def __init__(self, chunks: int, dim: int, weights: Sequence[float] | None = None) -> None:
         if not chunks:
             raise RuntimeError("Expected at least one device to scatter to")
         self.chunks = chunks
         self.dim = dim
-        self.sizes = sizes
+        self.weights = weights
         self.cuts: list[tuple[str, int | None, int]] = []
 
-    def even(self, rows: int) -> list[int]:
-        """The rows of each chunk as `torch.chunk` cuts them."""
+    def sizes(self, rows: int) -> list[int]:
+        """The rows of each chunk: as `torch.chunk` cuts them, or in proportion to weights."""
+        if self.weights is not None:
+            return weighted_sizes(rows, self.chunks, self.weights)
         return [len(part) for part in torch.empty(rows, device="meta").chunk(self.chunks)]
-
-    def note(self, path: str, size: int | None, pieces: Sequence[Any]) -> Sequence[Any]:
-        """Note the cut of a value, and return its pieces."""
-        self.cuts.append((path, size, len(pieces)))
-        return pieces
 
     def views(self, tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
         """Cut a tensor."""
-        cut = self.chunks if self.sizes is None else self.sizes(tensor.size(dim))
+        cut = self.chunks if self.weights is None else self.sizes(tensor.size(dim))
         if tensor.requires_grad and torch.is_grad_enabled():
             pieces: tuple[Tensor, ...] = Scatter.apply(cut, dim, tensor)
             return pieces
@@ -116,7 +111,7 @@ class _Plan:
                 "what every replica needs whole may be a 0-dim tensor or no tensor at all."
             )
         if len({size for _, size, _ in self.cuts} - {None}) > 1:
-            if self.sizes is not None:
+            if self.weights is not None:
                 raise ValueError(
                     f"arguments have different sizes along dim {self.dim}, so chunk_weights would "
                     f"not pair their rows: {cuts}. Give all of them one size"
@@ -140,7 +135,7 @@ class _Plan:
 
 
 @uncompiled
-def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
+def scatter(inputs: object, target_gpus: Sequence[object], dim: int = 0) -> Any:
     """Split the tensors in a nested value into chunks, views on their own device; other values go
     to every chunk.
 
@@ -157,69 +152,80 @@ def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
 
 @uncompiled
 def scatter_kwargs(
-    inputs: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    target_gpus: Sequence[Any],
+    inputs: tuple[object, ...],
+    kwargs: Mapping[str, object] | None,
+    target_gpus: Sequence[object],
     dim: int = 0,
     *,
     warn: Warn | None = None,
-    sizes: ChunkSizes | None = None,
-) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    weights: Sequence[float] | None = None,
+) -> tuple[tuple[Any, ...], tuple[Keywords, ...]]:
     """Split positional and keyword arguments together, as `scatter`, so that both results have one
     entry per chunk, or none if there are no arguments at all.
 
     ``warn`` gets texts, with a name for each kind, of arguments that may not be split as meant.
-    ``sizes`` gives the rows of each chunk, for a number of rows; all arguments must have one size
-    then.
+    ``weights`` are the proportions of the chunks' rows, one for each; all arguments must have one
+    size then.
     """
     if not inputs and not kwargs:
         return (), ()
-    plan = _Plan(len(target_gpus), dim, sizes)
+    plan = _Plan(len(target_gpus), dim, weights)
     positional = _split(inputs, plan, "inputs") if inputs else [()] * plan.chunks
     keyword = _split(kwargs, plan, "kwargs") if kwargs else [{} for _ in range(plan.chunks)]
     chunks = plan.agreed(warn)
     return tuple(positional[:chunks]), tuple(keyword[:chunks])
 
 
-def rows(inputs: Any, kwargs: Any, dim: int) -> int:
+def rows(inputs: object, kwargs: object, dim: int) -> int:
     """How many rows a chunk has: the size along ``dim`` of its first tensor that has one."""
     return next(sizes((inputs, kwargs), dim), 0)
 
 
-def sizes(value: Any, dim: int) -> Iterator[int]:
+def sizes(value: object, dim: int) -> Iterator[int]:
     """The sizes of a chunk's tensors along the dimension along which the batch was split."""
-    kind = kind_of(value)
-    if kind is ContainerKind.TENSOR and -value.dim() <= dim < value.dim():
-        yield value.size(dim)
-    elif kind is ContainerKind.PACKED:
+    if isinstance(value, PackedSequence):
         yield sequences(value)
-    for part in contents(value, kind).values():
-        yield from sizes(part, dim)
+    elif isinstance(value, Tensor):
+        if -value.dim() <= dim < value.dim():
+            yield value.size(dim)
+    else:
+        for part in contents(value, kind_of(value)).values():
+            yield from sizes(part, dim)
 
 
-def _split(value: Any, plan: _Plan, path: str) -> Sequence[Any]:
-    rule = splitter_of(value)
+def _split(value: object, plan: _Plan, path: str) -> Sequence[Any]:
+    rule, kind = rules_of(type(value))[0], kind_of(value)
+    size = None
     if rule is not None:
-        return plan.note(path, None, _split_by_rule(rule, plan, path))
-    kind = kind_of(value)
-    if kind is ContainerKind.TENSOR:
-        return _split_tensor(value, plan, path)
-    if kind is ContainerKind.PACKED:
-        return plan.note(path, sequences(value), split_packed(value, plan.views))
-    return _split_parts(value, kind, plan, path)
+        pieces = _split_by_rule(rule, value, plan, path)
+    elif isinstance(value, PackedSequence):
+        size, pieces = sequences(value), split_packed(value, plan.views)
+    elif isinstance(value, Tensor) and value.dim():
+        shape, dim = tuple(value.shape), plan.dim
+        if not -len(shape) <= dim < len(shape):
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-len(shape)}, "
+                f"{len(shape) - 1}], but got {dim}): {path} has shape {shape} and cannot be split "
+                f"along dim {dim}"
+            )
+        size, pieces = shape[dim], plan.views(value, dim)
+    else:
+        return _split_parts(value, kind, plan, path)
+    plan.cuts.append((path, size, len(pieces)))
+    return pieces
 
 
-def _split_by_rule(rule: Callable[..., Sequence[Any]], plan: _Plan, path: str) -> Sequence[Any]:
-    extra: dict[str, Any] = {}
+def _split_by_rule(rule: Splitter, value: object, plan: _Plan, path: str) -> Sequence[Any]:
+    extra: dict[str, object] = {}
     if "sizes" in inspect.signature(rule).parameters:
-        extra["sizes"] = plan.sizes or plan.even
-    elif plan.sizes is not None:
+        extra["sizes"] = plan.sizes
+    elif plan.weights is not None:
         raise ValueError(
             f"{path} is split by a rule of its class that takes no sizes, so it cannot be split "
             "with chunk_weights: give the rule a parameter sizes, a function from a number of rows "
             "to the rows of each chunk"
         )
-    pieces = list(rule(plan.chunks, plan.dim, **extra))
+    pieces = list(rule(value, plan.chunks, plan.dim, **extra))
     if not 1 <= len(pieces) <= plan.chunks:
         raise ValueError(
             f"{path} was split by its own rule into {len(pieces)} chunks, "
@@ -228,20 +234,7 @@ def _split_by_rule(rule: Callable[..., Sequence[Any]], plan: _Plan, path: str) -
     return pieces
 
 
-def _split_tensor(tensor: Tensor, plan: _Plan, path: str) -> Sequence[Any]:
-    dims = tensor.dim()
-    if dims == 0:
-        return [tensor] * plan.chunks
-    if not -dims <= plan.dim < dims:
-        raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but got "
-            f"{plan.dim}): {path} has shape {tuple(tensor.shape)} and cannot be split along dim "
-            f"{plan.dim}"
-        )
-    return plan.note(path, tensor.size(plan.dim), plan.views(tensor, plan.dim))
-
-
-def _split_parts(value: Any, kind: ContainerKind, plan: _Plan, path: str) -> Sequence[Any]:
+def _split_parts(value: object, kind: ContainerKind, plan: _Plan, path: str) -> Sequence[Any]:
     parts, before = contents(value, kind), len(plan.cuts)
     split = [_split(part, plan, path + containers.step(kind, key)) for key, part in parts.items()]
     is_plain = isinstance(value, (dict, list, tuple))

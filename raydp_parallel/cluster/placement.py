@@ -32,6 +32,7 @@ from raydp_parallel.cluster.ray_api import Group, Node, is_private, nodes
 from raydp_parallel.errors import NoRoom, PlacementError
 from raydp_parallel.options import Options
 
+Device = int | str | torch.device
 DeviceId = int | str
 """A logical GPU of the cluster, or ``"cpu"``."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydp_parallel import batch
+from raydp_parallel.batch import Function, Keywords
 
-Loss = Callable[..., Tensor]
-
-_MODULES: dict[Any, tuple[Loss, int]] = {
+_MODULES: dict[type[nn.Module], tuple[Function, int]] = {
     nn.BCELoss: (F.binary_cross_entropy, 1),
     nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, 1),
     nn.CTCLoss: (F.ctc_loss, 3),
@@ -54,7 +53,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def function_of(criterion: Any) -> Loss | None:
+def function_of(criterion: Any) -> Function | None:
     """The function of torch that computes a criterion; None if it is not one of torch's, or if
     other code sees or changes its loss, of which nothing is known.
     """
@@ -77,10 +76,10 @@ class LossCall:
     is gathered, or the parts of one number: sum, divisor or None, and an empty tensor of its dtype.
     """
 
-    criterion: Callable[..., Any]
+    criterion: Function
     targets: int | tuple[str, ...] = 1  # the last positional arguments, or keywords
     reduction: str = "mean"
-    count: Callable[..., Any] | None = None  # the divisor, of the output and the targets
+    count: Function | None = None  # the divisor, of the output and the targets
     known: bool = False  # one of torch's
     dim: int = 0  # along which the batch is split
     whole: bool = False  # one chunk is the batch
@@ -90,20 +89,22 @@ class LossCall:
         function = function_of(self.criterion)
         if (function is not None) != self.known:
             raise ValueError("with_loss: the criterion got, or lost, hooks: call with_loss() again")
-        reduction = _own_reduction(self.criterion, self.reduction) if self.known else self.reduction
-        by_rows = function is not None and _DIMS[function] > 1
-        if chunks > 1 and dim != 0 and (by_rows or reduction == "batchmean"):
-            raise ValueError(
-                f"with_loss: the rows of {getattr(function, '__name__', '')} are along dimension "
-                f"0, and the batch is split along {dim}"
-            )
+        reduction = self.reduction
+        if function is not None:
+            reduction = _own_reduction(function, self.criterion, reduction)
+            by_rows = _DIMS[function] > 1 or reduction == "batchmean"
+            if chunks > 1 and dim != 0 and by_rows:
+                raise ValueError(
+                    f"with_loss: the rows of {function.__name__} are along dimension 0, and the "
+                    f"batch is split along {dim}"
+                )
         return replace(self, reduction=reduction, dim=dim, whole=chunks == 1)
 
-    def __call__(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: Function, *args: object, **kwargs: object) -> Any:
         inputs, targets, others = self.divided(args, kwargs)
         output = module(*inputs, **others)
-        known = self.known and not self.whole
-        given = self._given(output, targets) if known else {}
+        function = None if self.whole else function_of(self.criterion)
+        given = {} if function is None else self._given(function, output, targets)
         value = self.criterion(output, *targets)
         if self.reduction == "none":
             return value
@@ -117,8 +118,8 @@ class LossCall:
         wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
         if self.whole or self.reduction == "sum":
             return wide, None, value.new_empty(0)
-        if known:
-            divisor = _divisor(function_of(self.criterion), output, given, self.dim)
+        if function is not None:
+            divisor = _divisor(function, output, given, self.dim)
         elif self.count is not None:
             divisor = self.count(output, *targets)
         else:
@@ -138,8 +139,8 @@ class LossCall:
         return total if number else _zero(output, total), number, value.new_empty(0)
 
     def divided(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Sequence[Any], Sequence[Any], dict[str, Any]]:
+        self, args: Sequence[object], kwargs: Keywords
+    ) -> tuple[Sequence[object], Sequence[object], Keywords]:
         """The module's positional arguments, the targets, and its keyword arguments."""
         if isinstance(self.targets, int):
             first = len(args) - self.targets
@@ -163,11 +164,10 @@ class LossCall:
             total = total / sum(part[1].to(place) for part in parts).to(total.dtype)
         return total.to(parts[0][2].dtype)
 
-    def _given(self, output: object, targets: Sequence[object]) -> dict[str, Any]:
+    def _given(self, function: Function, output: object, targets: Sequence[object]) -> Keywords:
         """The arguments of a function of torch by name. Refuses outputs and targets of which chunks
         would pair other rows than the batch.
         """
-        function: Any = function_of(self.criterion)
         least, dim, name = _DIMS[function], self.dim, f"with_loss: {function.__name__}"
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -206,7 +206,9 @@ class LossCall:
         return settings | given
 
 
-def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossCall:
+def loss_call(
+    criterion: Function, targets: object, reduction: str | None, count: Function | None
+) -> LossCall:
     """Check the arguments of `DataParallel.with_loss`."""
     if not callable(criterion) or isinstance(criterion, type):
         raise TypeError(
@@ -226,7 +228,7 @@ def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossC
     function = function_of(criterion)
     name = getattr(criterion, "__qualname__", type(criterion).__qualname__)
     if function is not None:
-        own = _own_reduction(criterion, reduction or "mean")
+        own = _own_reduction(function, criterion, reduction or "mean")
         if count is not None or reduction not in (None, own):
             raise ValueError(
                 f"with_loss: {name} has reduction={own!r}, and takes no count or other"
@@ -251,9 +253,8 @@ def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossC
     return LossCall(criterion, targets, reduction or "mean", count)
 
 
-def _own_reduction(criterion: Any, otherwise: str) -> str:
+def _own_reduction(function: Function, criterion: object, otherwise: str) -> str:
     """The reduction of one of torch's criteria, as it is by now."""
-    function: Any = function_of(criterion)
     settings = getattr(criterion, "keywords", {})
     if {"size_average", "reduce"} & settings.keys():
         raise ValueError("with_loss: size_average and reduce are deprecated: give reduction")
@@ -265,7 +266,7 @@ def _own_reduction(criterion: Any, otherwise: str) -> str:
     )
 
 
-def _divisor(function: Any, output: Tensor, given: dict[str, Any], dim: int) -> Any:
+def _divisor(function: Function, output: Tensor, given: Keywords, dim: int) -> Any:
     """The number that the mean of a criterion is divided by, or one in proportion to it."""
     weight, target = given.get("weight"), given.get("target", output)
     if function is F.ctc_loss:

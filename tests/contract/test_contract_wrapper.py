@@ -624,8 +624,9 @@ def test_F4_is_still_gathered() -> None:
 def test_F6_one_chunk_is_gathered() -> None:
     """One row on two devices: a scalar becomes a vector of one, with upstream's warning."""
     three = trio(Scalar(), 2)
-    with pytest.warns(UserWarning, match="all input tensors were scalars"):
+    with pytest.warns(UserWarning, match="all input tensors were scalars") as caught:
         ours = three.ours(torch.ones(1, 4))
+    assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="all input tensors were scalars"):
         theirs = three.theirs(torch.ones(1, 4))
     assert ours.shape == theirs.shape == (1,)
