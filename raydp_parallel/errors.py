@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 import warnings
-from types import FrameType
 
 
 class ParallelError(RuntimeError):
@@ -78,7 +78,7 @@ class SourceMismatch(ParallelError):
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the program's line: that of the first frame that is neither torch's nor ours."""
     level = 1
-    frame: FrameType | None = sys._getframe()
+    frame: types.FrameType | None = sys._getframe()
     while frame and frame.f_globals["__name__"].partition(".")[0] in ("raydp_parallel", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
