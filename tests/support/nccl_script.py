@@ -73,8 +73,8 @@ def trained(executor: Executor, plan: list[str]) -> list[torch.Tensor]:
         arm(folder, *plan[number - 1 : number] if number else ())  # the first step has the trial
         few = how == "smaller" and number % 2 == 1
         batch = rows(len(devices) - 1, number, 2) if few else rows(len(devices), number)
-        losses.append(step(model, optimizer, batch.requires_grad_()))
-        losses.append(batch.grad.clone())
+        losses.append(step(model, optimizer, batch.requires_grad_(bool(moments))))
+        losses += [] if batch.grad is None else [batch.grad]
         model.sync()
         assert not armed(folder)
     return [*losses, *state(model)]
