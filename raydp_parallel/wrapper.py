@@ -645,8 +645,8 @@ def data_parallel(
             "device type could not be determined: the cluster has no GPU. Give "
             "device_ids=['cpu', ...] for CPU replicas"
         )
-    # A module that lies elsewhere is not moved, as upstream: a replica runs it.
-    stays = ids == ["cpu"] or ids == [module_device(module).index]
+    # One device does not move the module: where it does not lie already, a replica runs it.
+    stays = len(ids) > 1 or ids == ["cpu"] or ids == [module_device(module).index]
     executor = None if stays else shared(Options())
     model = DataParallel(module, ids, output_device, dim, executor=executor)
     return model(*inputs, **(module_kwargs or {}))

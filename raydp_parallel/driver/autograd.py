@@ -247,6 +247,7 @@ class Fork(Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
+    @exceptions.ShortTraceback()
     @ambient.uncompiled
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         call: CallNode = ctx.call()
@@ -399,7 +400,6 @@ class Backward:
             sums[leaf] = sums[leaf] + rows[i][k] if leaf in sums else rows[i][k]
         return call.settle(sums, self._needed, {call.leaves[at].kind for at in sums})
 
-    @exceptions.ShortTraceback()
     def _run(self, sums: Sums | None = None) -> list[Answer]:
         """Make one trip; what adds gradients takes them as they come."""
         call, executor, chunks = self._call, self._call.executor, self._chunks

@@ -71,7 +71,8 @@ class InnerPids(nn.Module):
         self.inner = DataParallel(Pids(), THREE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([torch.full((len(x),), os.getpid()), self.inner(x)], 1)
+        again = data_parallel(Pids(), x, TWO)
+        return torch.stack([torch.full((len(x),), os.getpid()), self.inner(x), again], 1)
 
 
 def batch(rows: int = 6) -> torch.Tensor:
@@ -200,8 +201,8 @@ def test_a_wrapper_inside_a_wrapped_module_runs_in_place() -> None:
     """In a replica the inner wrapper calls its module there, and the results are the plain
     module's.
     """
-    for outer, inner in DataParallel(InnerPids(), TWO)(batch(4)).tolist():
-        assert outer == inner != os.getpid()
+    for outer, *inner in DataParallel(InnerPids(), TWO)(batch(4)).tolist():
+        assert inner == [outer, outer] and outer != os.getpid()
     net = Nested(THREE)
     plain = Nested(THREE, lambda module, ids: nn.ModuleDict({"module": module}))
     plain.load_state_dict(net.state_dict())
