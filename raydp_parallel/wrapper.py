@@ -394,18 +394,17 @@ class DataParallel(nn.DataParallel[T]):
         """Split the arguments of a call."""
         if isinstance(called, LossCall):
             called.divided(inputs, kwargs)  # raises here what is wrong here
-        scalars = self._options.scalars
-        if not split:
-            called = called.for_chunks(1, self.dim) if isinstance(called, LossCall) else called
-            return _Chunks(called, [inputs], [kwargs], [0], scalars)
-        args, named = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
-        if not args and not named:
-            args, named = [()], [{}]
-        rows = [batch.rows(a, k, self.dim) for a, k in zip(args, named, strict=True)]
+        args, named = [inputs], [kwargs]
+        if split:
+            args, named = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
+            if not args and not named:
+                args, named = [()], [{}]
         if isinstance(called, LossCall):
             called = called.for_chunks(len(args), self.dim)
-            if called.reduction != "none":
-                return _Chunks(called, args, named, rows, scalars)
+        rows = [batch.rows(a, k, self.dim) for a, k in zip(args, named, strict=True)]
+        scalars = self._options.scalars
+        if not split or (isinstance(called, LossCall) and called.reduction != "none"):
+            return _Chunks(called, args, named, rows, scalars)
         items = named[0].get("num_items_in_batch")
         if items is not None and not getattr(items, "shape", ()) and any(rows):
             # Hugging Face's Trainer, which wants one number. A module divides the sum of its losses
