@@ -53,7 +53,8 @@ from raydp_parallel.errors import ExecutorClosed, StateChanged
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import plainly
-from raydp_parallel.state.mirror import Mark, Master, versions_of
+from raydp_parallel.state.mirror import Mark, Master
+from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import (
     ADDED,

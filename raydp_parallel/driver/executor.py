@@ -130,7 +130,7 @@ class Executor:
     def master(self, module: nn.Module) -> Master:
         """Return the driver's side of a module, which all its wrappers share."""
         found = self._masters.get(id(module))
-        if found is None or found._module() is None:
+        if found is None or found.structure.module() is None:
             found = self._masters[id(module)] = Master(module, self.next_key())
             drop = weakref.finalize(module, _drop, weakref.ref(self), id(module), found.number)
             drop.atexit = False
@@ -241,7 +241,7 @@ class Executor:
         for master in [*self._masters.values()] if free else ():
             for _ in range(2 if master.resident is not None and not self.closed else 0):
                 try:
-                    master.resident.leave(master.trained)
+                    master.resident.leave(master.trained.keys())
                     break
                 except Exception as error:  # of the last step, perhaps, which comes once
                     log.warning("closing an executor that trains: %s", error)

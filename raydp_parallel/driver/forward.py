@@ -31,7 +31,8 @@ from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.mirror import Mark, Master, versions_of
+from raydp_parallel.state.mirror import Mark, Master
+from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Parcel, parcel
 from raydp_parallel.wire.messages import Answer, Failure, ForwardRequest, Terms
@@ -303,7 +304,7 @@ def _answered(
                 one.group = None if places is None else places(range(len(runs)))[one.number]
                 one.begin(marks[one.master.number])
             slots = [one.chunk.slot for one in runs]
-            lacking = functools.partial(runs[0].master.lacking, slots)
+            lacking = functools.partial(runs[0].master.lacking, [slot.revisions for slot in slots])
             spread = groups.direct(executor, slots, lacking) if len(masters) == 1 else {}
             for one in runs:
                 one.place = spread.get(one.number)

@@ -141,7 +141,6 @@ class Resident:
         left = [one for n, one in self._sums.items() if n in numbers and not one.missed]
         self._fetch([one.stand() for one in left])
         self._sums = {n: one for n, one in self._sums.items() if n not in numbers}
-        self._master.trained = self._master.trained - numbers
 
     def _numbered(self, optimizer: Any) -> list[tuple[int, Tensor]]:
         """List an optimizer's parameters by number, but for those that left the module."""
@@ -153,7 +152,7 @@ class Resident:
     @plainly
     def keeps(self, parameter: Tensor) -> bool:
         """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
-        if self._master.slot(parameter) not in self._master.trained or not parameter.requires_grad:
+        if not self._master.trains(parameter) or not parameter.requires_grad:
             return False
         if parameter.dtype.is_complex:  # gloo has none
             return False
@@ -172,9 +171,9 @@ class Resident:
         """Begin a backward. Gradients that the program has cleared begin anew."""
         self.collect()
         anew = []
-        for number in self._master.trained:
+        for number, parameter in self._master.trained.items():
             one = self._sums.setdefault(number, _Sum(number))
-            grad: Any = self._master.tensors[number].grad
+            grad: Any = parameter.grad
             if not self._is_mine(grad) or grad.zeroed:
                 anew.append(one)
         # The program may still have what stood for the last ones.
@@ -575,7 +574,7 @@ class Resident:
 
     def _lag(self) -> bool:
         """Let parameters fetch their values when they are used; returns whether all can."""
-        trained = [t for n, t in self._master.tensors.items() if n in self._master.trained]
+        trained = [*self._master.trained.values()]
         # Noted before it is done: Ctrl-C may come between, and they must be found again.
         self._lagging = [p for p in trained if type(p) in (nn.Parameter, self._kind)]
         for p in self._lagging:

@@ -25,7 +25,7 @@ from raydp_parallel.devices.memory import copy_row, copy_up
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Codes, build, look
-from raydp_parallel.state.mirror import same, set_versions, versions_of
+from raydp_parallel.state.run import same, set_versions, versions_of
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import RunSpec, SlotSpec, StateNews, StateUpdate, Writes
 from raydp_parallel.wire.windows import ALIGN, Layout, Spec, Window, is_dense, specs_of

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import pickle
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from raydp_parallel.state.sources import Sent, Sources
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import StandIn
 
@@ -55,17 +56,7 @@ class Codes:
     def __init__(self, known: Mapping[int, types.CodeType] | None = None) -> None:
         self.kept: list[types.CodeType] = [] if known is None else [*known.values()]
         self._numbers = {id(code): i for i, code in enumerate(self.kept)}
-        self._submodules: dict[int, list[Any]] = {}
-
-    def submodules(self, function: types.FunctionType, uses: Iterable[Any]) -> list[Any]:
-        """List the submodules that a function uses by way of others. Cloudpickle looks through all
-        loaded modules for them, half a millisecond for each function.
-        """
-        number = self.number(function.__code__)
-        if number not in self._submodules:
-            found = cloudpickle.cloudpickle._find_imported_submodules(function.__code__, uses)
-            self._submodules[number] = found
-        return self._submodules[number]
+        self.reduced: dict[int, tuple[Any, ...]] = {}  # see `_LookPickler`
 
     def number(self, code: types.CodeType) -> int:
         """Return the number of a code object."""
@@ -74,6 +65,47 @@ class Codes:
             found = self._numbers[id(code)] = len(self.kept)
             self.kept.append(code)
         return found
+
+
+class Structure:
+    """A module but for its tensors, as it was at the last look.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        module: Gives the module; None if it is gone.
+        bytes: Its pickle.
+        at: The revision of the master that it is of.
+        sources: The sources of its code.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.bytes = b""
+        self.at = 0
+        self.sources = Sent()
+        self._codes, self._code_at = Codes(), list[int]()
+
+    def look(self, module: nn.Module, slot: Callable[[Tensor], int]) -> bytes:
+        """Look at the module."""
+        return look(module, slot, self._codes)
+
+    def take(self, found: bytes, revision: int) -> None:
+        """Take a look over, as of a revision."""
+        self.sources.look(revision)
+        self._code_at += [revision] * (len(self._codes.kept) - len(self._code_at))
+        self.at = revision
+        self.bytes = found  # last: Ctrl-C before makes the next look begin again
+
+    def since(self, revision: int) -> tuple[bytes | None, bytes | None, Sources | None]:
+        """Return what is newer than a revision: the pickle, code objects, and the sources."""
+        sources = self.sources.latest if self.sources.at > revision else None
+        if self.at <= revision:
+            return None, None, sources
+        new = [i for i, at in enumerate(self._code_at) if at > revision]
+        code = pickling.dumps([(i, self._codes.kept[i]) for i in new]) if new else None
+        return self.bytes, code, sources
 
 
 class _LookPickler(pickling.Pickler):
@@ -111,26 +143,29 @@ class _LookPickler(pickling.Pickler):
         return super().reducer_override(value)
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
-        """Reduce a function of a script, as cloudpickle does."""
-        pickle_ = cloudpickle.cloudpickle
-        space = {
-            name: func.__globals__[name]
-            for name in pickle_._extract_code_globals(func.__code__)
-            if name in func.__globals__
-        }
-        cells = [pickle_._get_cell_contents(cell) for cell in func.__closure__ or ()]
-        parts = {name: getattr(func, name) for name in _PARTS}
-        parts["_cloudpickle_submodules"] = self._codes.submodules(func, [*space.values(), *cells])
-        parts["__globals__"] = space
-        state = dict(vars(func)), parts
-        made = pickle_._make_function, self._function_getnewargs(func), state
-        return *made, None, None, pickle_._function_setstate
+        """Reduce a function of a script, as cloudpickle does. To find the submodules that it uses,
+        that looks through all loaded modules, for half a millisecond: here once for each code.
+        """
+        space, number = func.__globals__, self._codes.number(func.__code__)
+        there = [name for name in _names(func.__code__) if name in space]
+        known = self._codes.reduced.get(number)
+        if known is None or known[0] != there:
+            make, _, (_, parts), *rest = super()._dynamic_function_reduce(func)
+            uses = [*parts.pop("__globals__")]
+            own = [name for name in parts if hasattr(func, name)]
+            submodules = {name: parts[name] for name in parts if name not in own}
+            known = self._codes.reduced[number] = there, uses, own, submodules, make, rest
+        _, uses, own, submodules, make, rest = known
+        parts = {name: getattr(func, name) for name in own} | submodules
+        parts["__globals__"] = {name: space[name] for name in uses}
+        return make, self._function_getnewargs(func), (dict(vars(func)), parts), *rest
 
 
-_PARTS = (
-    *("__name__", "__qualname__", "__annotations__", "__kwdefaults__", "__defaults__"),
-    *("__module__", "__doc__", "__closure__"),
-)
+@functools.cache
+def _names(code: types.CodeType) -> list[str]:
+    """List the names that a code uses, of globals and of attributes."""
+    inner = [_names(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return [*dict.fromkeys(itertools.chain(code.co_names, *inner))]
 
 
 def look(module: nn.Module, slot: Callable[[Tensor], int], codes: Codes) -> bytes:
@@ -274,9 +309,9 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
 def _new_parametrized(base: type[nn.Module], names: Sequence[str]) -> nn.Module:
     module = base.__new__(base)
     nn.Module.__init__(module)
-    parametrize._inject_new_class(module)
-    for name in names:
-        parametrize._inject_property(module, name)
+    for name in names:  # makes the class; what it does beside is replaced
+        module.register_parameter(name, nn.Parameter(torch.empty(0, device="cpu")))
+        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
     module.__dict__.clear()
     return module
 
