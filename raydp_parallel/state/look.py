@@ -272,24 +272,23 @@ def _reduce_module(module: nn.Module) -> Any:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return _reduce_script(module)
+    new: tuple[Any, ...] = _new, (kind,)
+    state: Any = vars(module)
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
-        names = tuple(module.parametrizations)  # type: ignore[arg-type]
-        state = {k: v for k, v in vars(module).items() if k not in _HOOKS or v}
-        state.pop(_FLAG, None)
-        return _new_parametrized, (kind.__mro__[1], names), state, None, None, _set_state
-    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        new = _new_parametrized, (kind.__mro__[1], tuple(state["_modules"]["parametrizations"]))
+    elif (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__):
         return None
-    own = getattr(kind, "__getstate__", None) not in _GETSTATE
-    state = module.__getstate__() if own else vars(module)
-    if not isinstance(state, dict):
-        return None
+    elif getattr(kind, "__getstate__", None) not in _GETSTATE:
+        state = module.__getstate__()
+        if not isinstance(state, dict):
+            return None
     state = state.copy()
-    state.pop("_compiled_call_impl", None)  # as torch's own __getstate__
-    state.pop(_FLAG, None)
-    for name in _HOOKS:  # here: a function would be one more call for each module
+    for name in _HOOKS:  # faster than a look at all that it has
         if not state.get(name, True):
             del state[name]
-    return _new, (kind,), state, None, None, _set_state
+    state.pop("_compiled_call_impl", None)  # as torch's own __getstate__
+    state.pop(_FLAG, None)
+    return *new, state, None, None, _set_state
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:
