@@ -139,10 +139,8 @@ class Tracked:
             return False
         if t.nbytes < SMALL or t.is_shared():  # with other processes
             return False
-        storage = t.untyped_storage()
         # Memory that somebody else looks at stays where it is.
-        alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor, and `storage`
-        return alone and storage.nbytes() == t.nbytes
+        return not memory.is_used(t) and t.untyped_storage().nbytes() == t.nbytes
 
 
 class StateRun:
