@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from raydp_parallel.devices.threads import cores
+from raydp_parallel.errors import warn
 
 log = logging.getLogger("raydp_parallel")
 
@@ -181,5 +181,5 @@ def check_balance(found: Sequence[tuple[int, Hello]]) -> None:
     for name in ("memory", "processors"):
         sizes = sorted((getattr(hello, name), index) for index, hello in found)
         if sizes and sizes[0][0] < 0.75 * sizes[-1][0]:
-            warnings.warn(_IMBALANCE.format(sizes[0][1], sizes[-1][1]), stacklevel=2)
+            warn(_IMBALANCE.format(sizes[0][1], sizes[-1][1]))
             return
