@@ -1320,24 +1320,6 @@ def test_B14_error_in_backward_keeps_its_type():
 # --- the other entries: functional form, single replicas ---
 
 
-def test_functional_data_parallel_is_differentiable():
-    """`data_parallel` gives gradients to module and inputs, at second order too."""
-    net = mlp()
-    plain = copy.deepcopy(net)
-    x, y = leaf(5, 3), leaf(5, 3)
-    with torch.no_grad():
-        y.copy_(x)
-    for call, inputs in (
-        (lambda t: raydp_parallel.data_parallel(net, t, ["cpu"] * 2), x),
-        (plain, y),
-    ):
-        out = call(inputs)
-        (grad,) = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
-        (grad.square().sum() + call(inputs).sum()).backward()
-    torch.testing.assert_close(x.grad, y.grad)
-    assert_same_grads(net, plain)
-
-
 def test_functional_data_parallel_of_a_temporary_module():
     """The module may be gone before backward."""
     plain = mlp()
