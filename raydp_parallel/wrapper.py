@@ -218,7 +218,7 @@ class DataParallel(nn.DataParallel[T]):
             return ExecutorStats("in place", (), "in place")
         found = self.executor.stats(self.module)
         trained = self.executor.master(self.module).resident
-        return found if trained is None else replace(found, steps_behind=trained.behind)
+        return found if trained is None else replace(found, steps_behind=trained.weights.behind)
 
     def optimizer(
         self,

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -348,7 +348,9 @@ class Backward:
             if resident is not None and not captured:
                 resident.begin()
                 asked = [at for at in self._needed if call.leaves[at].kind == "parameter"]
-                self._kept = {at for at in asked if resident.keeps(call.leaves[at].tensor)}
+                self._kept = {
+                    at for at in asked if resident.gradients.keeps(call.leaves[at].tensor)
+                }
             others = parts.keys() - self._chunks
             chunks = [parts[i] for i in (*self._chunks, *others)]
             adding = Sums(call.leaves, [(part.leaves, part.inputs) for part in chunks])
@@ -356,11 +358,11 @@ class Backward:
             sums = adding.finish(dense=call.unused != "none")
             filled = {call.leaves[at].kind for at in sums}
             kept = self._kept - sums.keys()  # sparse ones come all the same
-            if any([resident.having(call.leaves[at].tensor) for at in kept]):
+            if any([resident.gradients.having(call.leaves[at].tensor) for at in kept]):
                 filled.add("parameter")
             zeros = call.unused == "zeros" and "parameter" in filled
             for at in kept:
-                resident.stand_in(call.leaves[at].tensor, zeros)
+                resident.gradients.stand_in(call.leaves[at].tensor, zeros)
         return call.settle(sums, self._needed - kept, filled)
 
     def derive(self, pinned: Sequence[GraphHandle]) -> list[Tensor | None]:
@@ -423,7 +425,7 @@ class Backward:
         for i in chunks:
             part, given, makes = call.parts[i], _given(self._stash, i), self._graphs.get(i)
             for at in self._kept:
-                has = i in part.master.resident.having(call.leaves[at].tensor)
+                has = i in part.master.resident.gradients.having(call.leaves[at].tensor)
                 fates[at] = ADDED if has else KEPT
             trip = _Trip(
                 executor,
@@ -440,6 +442,8 @@ class Backward:
                 makes.recipe = trip.again
             trips.append(trip)
             needs = [part.graph, *(graph for graph, _ in given if graph is not part.graph)]
+            if trip.keeps:
+                needs.insert(0, part.master.resident.gradients.of(i))
             calls.append(
                 ChunkCall(
                     part.slot,
@@ -474,8 +478,8 @@ class Backward:
         if leave is not None and any(answer.failure is not None for answer in answers):
             leave()  # who failed has left it
         raise_first(answers, calls)
-        if self._kept:
-            for trip, answer in zip(trips, answers, strict=True):
+        for trip, answer in zip(trips, answers, strict=True):
+            if trip.keeps:
                 trip.note(call.leaves, answer.reached)
         return answers
 
@@ -572,17 +576,13 @@ class _Trip:
         self._needed, self._fields = needed, fields
         self._grads = [grad for _, found in given for _, grad in found]
         self._versions = versions_of(self._grads)
-        self._keeps = max(needed, default=SENT) >= KEPT
-        self._lies: tuple[ReplicaSlot, int] | None = None
-        self._graphs = []
-        if self._keeps:  # what makes the graphs again, also when torch has freed them
-            self._graphs = [(graph, graph.recipe) for graph, _ in given]
+        self.keeps = max(needed, default=SENT) >= KEPT
+        graphs = [part.graph, *(graph for graph, _ in given)]
+        # What makes the graphs again, also when torch has freed them.
+        self._recipes = {graph: graph.recipe for graph in graphs} if self.keeps else {}
 
     def request(self, slot: ReplicaSlot) -> BackwardRequest:
         """Make the request."""
-        if self._keeps:
-            self._part.master.resident.bring(self._terms.chunk, slot)
-            self._lies = slot, slot.life
         request = self.once(slot)
         if SUMMED in self._needed:  # another time the driver sums
             self._needed = self._needed.replace(bytes([SUMMED]), bytes([SENT]))
@@ -596,24 +596,7 @@ class _Trip:
         for at, there in zip(self._part.all, stays, strict=True):
             if at is not None and there:
                 kept.append(leaves[at].tensor)
-        resident = self._part.master.resident
-        resident.kept(self._terms.chunk, self._lies, kept, self)
-
-    def repeat(self, slot: ReplicaSlot) -> None:
-        """Make again what was kept, in a replica of the same weights."""
-        self.check()
-        dispatcher = self._executor.dispatcher
-        freed = [graph for graph, _ in self._graphs if graph.recipe is None]
-        for graph, recipe in self._graphs:
-            graph.recipe = recipe
-            if not graph.on(slot):
-                dispatcher.remake(graph, slot, "backward")
-        call = ChunkCall(slot, "backward", self.once, self._part.master.number)
-        answer = dispatcher.receive(dispatcher.send(slot, call))
-        if answer is not None:
-            raise_first([answer], [call])
-        for graph in freed:
-            graph.drop()
+        self._part.master.resident.gradients.note(self._terms.chunk, kept, self.again)
 
     def once(self, slot: ReplicaSlot) -> BackwardRequest:
         """Make the request, for a replica that has what it adds to."""
@@ -633,18 +616,21 @@ class _Trip:
             **self._fields,
         )
 
-    def again(self, slot: ReplicaSlot) -> ChunkCall:
-        """Make the call that makes the derived graph again."""
-        self.check()
-        for graph, _ in [(self._part.graph, None), *self._given]:
-            if not graph.on(slot):
-                self._executor.dispatcher.remake(graph, slot, "backward")
-        return ChunkCall(slot, "backward", self.request, self._part.master.number)
-
-    def check(self) -> None:
-        """Refuse to run again with other gradients."""
+    def again(self, slot: ReplicaSlot) -> Iterator[ChunkCall]:
+        """Give the call that makes again what this one made: a derived graph, or what was kept."""
         if versions_of(self._grads) != self._versions:
             raise changed("a gradient that it was given was changed")
+        freed = [graph for graph in self._recipes if graph.recipe is None]
+        try:
+            for graph in freed:
+                graph.recipe = self._recipes[graph]
+            for graph in [self._part.graph, *(graph for graph, _ in self._given)]:
+                if not graph.on(slot):
+                    self._executor.dispatcher.remake(graph, slot, "backward")
+            yield ChunkCall(slot, "backward", self.once, self._part.master.number)
+        finally:
+            for graph in freed:
+                graph.drop()
 
 
 def changed(what: str) -> StateChanged:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,7 +36,7 @@ class RemoteGraph:
 
     Attributes:
         key: Its key there.
-        recipe: Makes the request that makes it again, for a slot; None if it cannot be made again.
+        recipe: Gives the calls that make it again, for a slot; None if it cannot be made again.
     """
 
     __slots__ = ("key", "life", "recipe", "slot")
@@ -45,7 +45,7 @@ class RemoteGraph:
         self.key = key
         self.slot: ReplicaSlot | None = None
         self.life = 0
-        self.recipe: Callable[[ReplicaSlot], ChunkCall] | None = None
+        self.recipe: Recipe | None = None
 
     def on(self, slot: ReplicaSlot) -> bool:
         """Tell if a slot's replica has it."""
@@ -63,6 +63,10 @@ class RemoteGraph:
         self.slot = self.recipe = None
 
 
+Recipe = Callable[[ReplicaSlot], "Iterable[ChunkCall]"]
+"""Gives the calls that make something again, one after the other, for the slot where they go."""
+
+
 class ChunkCall(NamedTuple):
     """One chunk's work.
 
@@ -71,7 +75,7 @@ class ChunkCall(NamedTuple):
         phase: The kind of call, for messages.
         request: Makes the request for the replica that does it.
         model: The number of its model.
-        needs: Graphs that it needs.
+        needs: Graphs that it needs, and what it adds to.
         makes: The graph that it makes.
         together: True if it exchanges tensors with the other chunks, so that it cannot run again
             alone.
@@ -325,6 +329,13 @@ class Dispatcher:
         moved = sent - pending.before[0], received - pending.before[1]
         self._set.recorder.answered(slot.index, call.rows, answer.busy, *moved, call.name)
 
+    def ask(self, call: ChunkCall) -> Answer | None:
+        """Call the replica of the call's slot, and no other; returns None if it died."""
+        answer = self.receive(self.send(call.slot, call))
+        if answer is not None and answer.failure is not None:
+            exceptions.reraise(answer.failure, str(call.slot))
+        return answer
+
     def settle(self, slot: ReplicaSlot) -> None:
         """Take an answer that nobody has waited for yet: of a call that was interrupted, or of one
         that is still to be asked for.
@@ -349,20 +360,17 @@ class Dispatcher:
         return slot
 
     def remake(self, graph: RemoteGraph, slot: ReplicaSlot, phase: str) -> None:
-        """Make a graph again whose replica died."""
+        """Make a graph again whose replica died, or what a chunk had kept there."""
         if graph.recipe is None:
             raise GraphLost(
                 f"{phase}: {slot} lost its graph, because its process ended, and the graph cannot "
                 "be made again; run forward again"
             )
-        pending = self.send(slot, graph.recipe(slot))
-        answer = self.receive(pending)
-        if answer is None:
-            return  # it died, too: the call's own sending will show that
-        if answer.failure is not None:
-            exceptions.reraise(answer.failure, str(slot))
+        for call in graph.recipe(slot):
+            if self.ask(call) is None:
+                return  # it died, too: the call's own sending will show that
+            self._set.recorder.replayed(slot.index)
         graph.slot, graph.life = slot, slot.life
-        self._set.recorder.replayed(slot.index)
 
 
 def apply_warnings(answers: Sequence[Answer]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +127,7 @@ class _Run:
         """Note the module's state, and give the chunk a graph if it may have one."""
         self.before = mark
         if self.master.resident is not None:
-            self._steps = self.master.resident.steps
+            self._steps = self.master.resident.weights.steps
         wants = self.grad and (self.inputs or self.master.leaves())
         self.graph = RemoteGraph(self._executor.next_key()) if wants else None
         if self.graph is not None and self.group is None:
@@ -152,7 +152,7 @@ class _Run:
     ) -> ForwardRequest:
         """Make the request for a slot's replica. [3]"""
         if self.master.resident is not None:
-            self.master.resident.ready(slot)
+            self.master.resident.weights.ready(slot)
         place, self.place = self.place, None  # another time the driver gives all
         update = self._executor.update(self.master, slot, place=place)
         where, first = self.chunk.where, self.first
@@ -193,14 +193,14 @@ class _Run:
         if not self.refs:
             self.chunk = self.chunk._replace(args=(), kwargs={})
 
-    def again(self, slot: ReplicaSlot) -> ChunkCall:
-        """Make the call that makes the graph again, of what the forward found."""
+    def again(self, slot: ReplicaSlot) -> Iterator[ChunkCall]:
+        """Give the call that makes the graph again, of what the forward found."""
         assert self.before is not None
         what = self.master.changed_since(self.before, self.overlay)
         carried = self.called.tensors if isinstance(self.called, Parcel) else []
         if what is None and versions_of((*carried, *self.arguments.tensors)) != self._versions:
             what = "one of the arguments"
-        if self.master.resident is not None and self.master.resident.steps != self._steps:
+        if self.master.resident is not None and self.master.resident.weights.steps != self._steps:
             what = "the weights, by a step of the optimizer,"
         if what is not None:
             raise changed(f"{what} was changed")
@@ -208,7 +208,7 @@ class _Run:
         def request(slot: ReplicaSlot) -> ForwardRequest:
             return self.request(slot, self.overlay)
 
-        return ChunkCall(slot, "forward", request, self.master.number)
+        yield ChunkCall(slot, "forward", request, self.master.number)
 
 
 def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
@@ -300,7 +300,7 @@ def _answered(
             marks = {number: master.mark() for number, master in masters.items()}
             for one in runs:
                 if one.master.resident is not None:  # in time: chunks may wait for each other
-                    one.master.resident.ready(one.chunk.slot)
+                    one.master.resident.weights.ready(one.chunk.slot)
                 one.group = None if places is None else places(range(len(runs)))[one.number]
                 one.begin(marks[one.master.number])
             slots = [one.chunk.slot for one in runs]
@@ -350,7 +350,7 @@ def _look(master: Master, code: bool) -> None:
         master.resident.collect()
     master.sync(code)
     if master.edited:
-        master.resident.lend()
+        master.resident.recall()
 
 
 def begin(executor: Executor, chunk: ForwardChunk, chunks: int, compare: bool) -> Callable[[], Any]:

@@ -4,10 +4,9 @@ asked for, of which ``step`` and the state are in the replicas.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +14,20 @@ from torch import Tensor, nn
 from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad
-from raydp_parallel.driver.resident import Resident
+from raydp_parallel.driver.resident import Resident, States, Values
 
 _numbers = itertools.count(1)
 
-Values = dict[str, Any]
+SlotOf = Callable[[Tensor], int | None]
+"""Gives the slot of a parameter; None if it has left the module."""
 
 
 def make(
     executor: Executor,
     module: nn.Module,
     ids: Sequence[DeviceId],
-    kind: Any,
-    params: Iterable[Any],
+    kind: object,
+    params: Iterable[object],
     keywords: dict[str, Any],
 ) -> torch.optim.Optimizer:
     """Make an optimizer whose steps the replicas of a model make.
@@ -50,23 +50,20 @@ def make(
     master = executor.master(module)
     if master.resident is None:
         master.resident = Resident(executor, master, ids)
-    found = _in_replicas(kind)(params, **keywords)  # type: ignore[arg-type]
+    named = {"kind": kind, "__module__": kind.__module__}
+    made: Any = type(kind.__name__, (InReplicas, kind), named)
+    found: InReplicas = made(params, **keywords)
     found.begin(master.resident, keywords)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-@functools.cache
-def _in_replicas(kind: Any) -> Any:
-    return type(kind.__name__, (_InReplicas, kind), {"kind": kind, "__module__": kind.__module__})
-
-
-class _InReplicas:
+class InReplicas(torch.optim.Optimizer):
     """The parts of an optimizer that differ where replicas make the steps."""
 
     kind: type[torch.optim.Optimizer]
-    param_groups: list[dict[str, Any]]
-    _resident: Resident | None = None
-    _known: Sequence[list[tuple[int, int | None]]] = ()
+    _resident: Resident | None = None  # until then torch makes it as an ordinary one
+    _known: Sequence[dict[Tensor, int | None]] = ()  # each group's parameters that replicas got
+    _sent: Sequence[Values]  # each group's other values that they have
 
     def begin(self, resident: Resident, keywords: dict[str, Any]) -> None:
         """Let replicas make the steps from here on."""
@@ -91,15 +88,13 @@ class _InReplicas:
         """Clip the gradients of its parameters where they are, as
         `torch.nn.utils.clip_grad_norm_` does; returns their norm.
         """
-        return self._clip(float(max_norm), norm_type, error_if_nonfinite)
+        assert self._resident is not None
+        return self._resident.clip(self, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients of its parameters, which stay where they are."""
-        return self._clip(None, norm_type, False)
-
-    def _clip(self, most: float | None, norm_type: float, error: bool) -> Tensor:
         assert self._resident is not None
-        return self._resident.clip(self, most, float(norm_type), error)
+        return self._resident.clip(self, None, float(norm_type), error=False)
 
     # Groups and state.
 
@@ -110,36 +105,41 @@ class _InReplicas:
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which the replicas train from here on."""
-        super().add_param_group(param_group)  # type: ignore[misc]
-        if self._resident is not None and self.number in self._resident.optimizers:
+        super().add_param_group(param_group)
+        if self._resident is not None and self.number in self._resident.weights.optimizers:
             self._resident.add(self)  # at once: a parameter may have left by the next step
 
-    def regrouped(self, number: Callable[[Tensor], int | None]) -> bool:
+    def rows(self, slot: SlotOf) -> list[dict[Tensor, int | None]]:
+        """Return each group's parameters, with their slots."""
+        return [{p: slot(p) for p in group["params"]} for group in self.param_groups]
+
+    def slots(self, slot: SlotOf) -> set[int]:
+        """Return the slots of its parameters, but for those that have left the module."""
+        return {n for row in self.rows(slot) for n in row.values() if n is not None}
+
+    def regrouped(self, slot: SlotOf) -> bool:
         """Tell if groups have other parameters than when the replicas got them, or parameters that
         have left the module, or come back.
         """
-        return self._known != self._rows(number)
+        return self._known != self.rows(slot)
 
     def had(self, parameter: Tensor) -> bool:
         """Tell if a parameter was among those that the replicas got."""
-        return any(id(parameter) == known for row in self._known for known, _ in row)
+        return any(parameter in row for row in self._known)
 
-    def _rows(self, number: Callable[[Tensor], int | None]) -> list[list[tuple[int, int | None]]]:
-        return [[(id(p), number(p)) for p in group["params"]] for group in self.param_groups]
-
-    def given(self, number: Callable[[Tensor], int | None]) -> None:
+    def given(self, slot: SlotOf) -> None:
         """Note that the replicas get all groups."""
-        self._known = self._rows(number)
-        self._sent: list[Values] = [{} for _ in self.param_groups]
+        self._known = self.rows(slot)
+        self._sent = [{} for _ in self.param_groups]
 
-    def described(
-        self, number: Callable[[Tensor], int | None]
-    ) -> tuple[list[Values], dict[int | None, Any]]:
-        """Return its groups without parameters, and its state by number."""
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        state = {number(p): dict(values) for p, values in self.__dict__["state"].items()}
-        state.pop(None, None)  # of parameters that left the module
-        return groups, state
+    def described(self, slot: SlotOf) -> States:
+        """Return its groups and its state, with slots in the place of parameters."""
+        groups = []
+        for group in self.param_groups:
+            slots = [slot(p) for p in group["params"]]
+            groups.append({**group, "params": [n for n in slots if n is not None]})
+        state = {slot(p): dict(values) for p, values in self.__dict__["state"].items()}
+        return groups, {n: values for n, values in state.items() if n is not None}
 
     def changed(self) -> list[Values]:
         """Return the changes of its groups since the last step."""
@@ -157,50 +157,45 @@ class _InReplicas:
         for sent, news in zip(self._sent, values, strict=True):
             sent.update(news)
 
-    def arrive(
-        self, groups: Sequence[Values], state: Mapping[int, Values], tensors: Mapping[Any, Tensor]
-    ) -> None:
+    def arrive(self, groups: Sequence[Values], state: Mapping[int, Values]) -> None:
         """Take over what the replicas have."""
         rows = zip(self.param_groups, self._sent, groups, strict=False)  # one may have been added
         for group, sent, values in rows:
             for name, value in values.items():  # some count their steps there
-                if name not in group or (name in sent and _same(sent[name], group[name])):
+                known = name in sent and _same(sent[name], group[name])
+                if name != "params" and (known or name not in group):
                     group[name] = sent[name] = value
-        own = self.__dict__["state"]  # of parameters that are not there, or not any more, it stays
-        for _, number in itertools.chain(*self._known):
-            if number not in state:
-                own.pop(tensors.get(number), None)
-        for number, held in state.items():
-            p = tensors[number]
-            own[p] = {}
-            for name, value in held.items():
-                if isinstance(value, Tensor):
-                    home = p.device if value.shape == p.shape else value.device
-                    value = value.to(home)
-                own[p][name] = value
+        own = self.__dict__["state"]
+        for p, slot in itertools.chain(*[row.items() for row in self._known]):
+            if slot is not None and slot in state:  # of others, as of those that left, it stays
+                own[p] = {}
+                for name, value in state[slot].items():
+                    if isinstance(value, Tensor) and value.shape == p.shape:
+                        value = value.to(p.device)
+                    own[p][name] = value
 
     @property
     def state(self) -> Any:
         """The state, fetched from the replicas, which get it again: it may be written to."""
         if self._resident is not None:
-            self._resident.lend()
+            self._resident.recall()
         return self.__dict__["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._resident is not None:
-            self._resident.lend()
+            self._resident.recall()
         self.__dict__["state"] = value
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and state, and give them to the replicas."""
         assert self._resident is not None
-        self._resident.lend()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._resident.recall()
+        super().load_state_dict(state_dict)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Copy and pickle it as the ordinary optimizer that it stands for."""
-        state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}  # type: ignore[attr-defined]
+        state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
         return _plain, (self.kind,), state
 
 
@@ -208,7 +203,7 @@ def _plain(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return kind.__new__(kind)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return False  # it may have been written to
     return one is other or (type(one) is type(other) and bool(one == other))

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from raydp_parallel.state.lagging import BLIND
 from raydp_parallel.wire.codec import StandIn
 
-_ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
+if TYPE_CHECKING:
+    from raydp_parallel.driver.resident import Resident
+
 _OPERATOR = type(torch.ops.aten.zero_)
 
 
 @functools.cache
-def _is_dispatched(func: Any) -> bool:
+def _is_dispatched(func: Callable[..., object]) -> bool:
     """Tell if a function looks at no memory, or is an operator, which torch's dispatcher sees. All
     others, such as ``numpy`` and ``share_memory_``, may reach for memory that a stand-in lacks.
     """
     return func in BLIND or isinstance(getattr(torch.ops.aten, func.__name__, None), _OPERATOR)
+
+
+def _replaced(value: Any, change: Callable[[RemoteGrad], Tensor]) -> Any:
+    """Change all that stand for gradients among a function's arguments."""
+    if isinstance(value, RemoteGrad):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)([_replaced(part, change) for part in value])
+    if type(value) is dict:
+        return {key: _replaced(part, change) for key, part in value.items()}
+    return value
 
 
 class RemoteGrad(StandIn):
@@ -29,20 +42,19 @@ class RemoteGrad(StandIn):
     fetches that.
     """
 
-    source: Any  # has the value: its ``fetch`` lets this one, and perhaps others, `arrive`
-    number: int  # the parameter's number there
+    source: Resident  # its ``fetch`` lets this one, and perhaps others, `arrive`
     _value: Tensor | None
     touched: bool  # the program may have written to the value
     lent: bool  # the program may have its memory, where it sees and writes what comes
     zeroed: bool  # it is zero, whatever the replicas keep
 
     @staticmethod
-    def __new__(cls, like: Tensor, source: Any, number: int) -> RemoteGrad:
+    def __new__(cls, like: Tensor, source: Resident) -> RemoteGrad:
         """Make one for a parameter."""
-        made = Tensor._make_wrapper_subclass(
+        made: RemoteGrad = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.source, made.number = source, number
+        made.source = source
         made.renew()
         return made
 
@@ -58,11 +70,6 @@ class RemoteGrad(StandIn):
     def fetched(self) -> bool:
         """Tell if the value is here."""
         return self._value is not None or self.zeroed
-
-    @property
-    def pristine(self) -> bool:
-        """Tell if the replicas have the same."""
-        return not (self.touched or self.zeroed)
 
     def value(self) -> Tensor:
         """Return the value, as an ordinary tensor."""
@@ -80,7 +87,7 @@ class RemoteGrad(StandIn):
         self.touched, self.lent, self.zeroed = True, True, False
         return value
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Be zero: where it is lent, in place."""
         if self.lent:
             self.value().zero_()
@@ -88,30 +95,35 @@ class RemoteGrad(StandIn):
             self._value, self.zeroed = None, True
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> object:
         """Give the value to functions that know no dispatcher."""
         if _is_dispatched(func):
             return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = _pytree.tree_map_only(cls, cls.given, (args, kwargs or {}))
+        args, kwargs = _replaced((args, kwargs or {}), cls.given)
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> object:
         """Run an operation on values."""
-        schema = func._schema
-        own = [one for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, RemoteGrad)]
-        if func in _ZERO:
-            for one in own:
-                one.clear()
-            for t in _pytree.tree_leaves(args[0]):
-                if not isinstance(t, RemoteGrad):
-                    t.zero_()
-            return args[0] if schema.returns else None
-        values, named = _pytree.tree_map_only(cls, cls.value, (args, kwargs or {}))
+        if func.overloadpacket.__name__.endswith("zero_"):  # also of a row
+            row = args[0] if isinstance(args[0], list) else [args[0]]
+            for one in row:
+                one._clear() if isinstance(one, RemoteGrad) else one.zero_()
+            return None if row is args[0] else args[0]
+        own: list[RemoteGrad] = []
+
+        def value(one: RemoteGrad) -> Tensor:
+            own.append(one)
+            return one.value()
+
+        values, named = _replaced((args, kwargs or {}), value)
         found = func(*values, **named)
-        views = [one.alias_info for one in schema.returns if one.alias_info is not None]
-        if schema.is_mutable or views:
-            for one in own:
-                one.touched, one.zeroed = True, False
-                one.lent = one.lent or not all(view.is_write for view in views)
-        return args[0] if schema.is_mutable and schema.returns else found
+        written = func._schema.is_mutable
+        for one in own if written or func.is_view else ():
+            one.touched, one.zeroed = True, False
+            one.lent = one.lent or func.is_view
+        return args[0] if written and func._schema.returns else found

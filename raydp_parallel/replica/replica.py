@@ -346,7 +346,7 @@ class Replica:
             graph = Graph(made, grads, slots, home.module, home.built, home.found, derived=True)
             self.graphs[request.derived] = graph
         if keeps:
-            found, notes.reached = self.resident(home.module).keep(
+            notes.reached = self.resident(home.module).keep(
                 terms.chunk, home.slots, request.needed, found, request.partial
             )
         notes.value = found

@@ -5,12 +5,12 @@ optimizers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raydp_parallel.devices import threads
+from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.replica import engine
 from raydp_parallel.replica.module import ReplicaModule
 from raydp_parallel.wire.codec import Parcel, parcel
@@ -34,10 +34,11 @@ class Resident:
 
     def __init__(self, module: ReplicaModule) -> None:
         self._module = module
-        self._kept: dict[int, dict[int, Tensor]] = {}
-        self._last: dict[int, Tensor] = {}
-        self._runs: dict[torch.dtype, Tensor] = {}
-        self._optimizers: dict[int, tuple[torch.optim.Optimizer, list[list[int]]]] = {}
+        self._kept: dict[int, dict[int, Tensor]] = {}  # by chunk and slot
+        self._runs: dict[torch.dtype, Tensor] = {}  # in which sums lie
+        self._last: dict[int, Tensor] = {}  # those of the norm, which the step may use again
+        # Each with its own parameters, and their slots.
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[nn.Parameter, int]]] = {}
 
     # Gradients.
 
@@ -55,8 +56,8 @@ class Resident:
         codes: Sequence[int],
         grads: list[Tensor | None],
         shared: bool,
-    ) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-        """Keep gradients of a chunk; returns those that the driver gets, and which were kept.
+    ) -> tuple[bool, ...]:
+        """Keep gradients of a chunk, and take these out of the row; returns which they are.
 
         Args:
             chunk: The number of the chunk.
@@ -66,21 +67,17 @@ class Resident:
             shared: True if they may share memory with each other.
         """
         kept = self._kept.setdefault(chunk, {})
-        sent: list[Tensor | None] = []
-        stays = []
-        for slot, code, grad in zip(slots, codes, grads, strict=True):
-            plain = grad is not None and grad.layout is torch.strided and type(grad) is Tensor
+        stays = [False] * len(grads)
+        for at, (slot, code, grad) in enumerate(zip(slots, codes, grads, strict=True)):
+            plain = type(grad) is Tensor and grad.layout is torch.strided
             if code < KEPT or slot is None or grad is None or not plain:
-                sent.append(grad)
-                stays.append(False)
                 continue
             if code == ADDED and slot in kept:
                 kept[slot].add_(grad)
             else:
                 kept[slot] = grad.detach().clone() if shared else grad.detach()
-            sent.append(None)
-            stays.append(True)
-        return sent, tuple(stays)
+            grads[at], stays[at] = None, True
+        return tuple(stays)
 
     def gradients(self, slots: Sequence[int], chunk: int) -> list[Tensor]:
         """Return gradients that a chunk has kept."""
@@ -89,19 +86,22 @@ class Resident:
     def _sums(self, request: StepRequest, exchange: Exchange | None) -> dict[int, Tensor]:
         """Sum what chunks have kept, in the order of chunks."""
         found: dict[int, Tensor] = {}
+        members = 1 if exchange is None else exchange.size
+        # Of a group each member has the chunk of its number, or none.
+        chunks = [c for c in request.chunks if exchange is None or c == exchange.rank]
         # In the same order everywhere, as members exchange one after the other.
         for dtype in dict.fromkeys([self._module.tensor(slot).dtype for slot in request.summed]):
             own = [slot for slot in request.summed if self._module.tensor(slot).dtype == dtype]
-            members = 1 if exchange is None else exchange.size
             like = [self._module.tensor(slot) for slot in own]
             run, sums = summable(like, members, self._runs.pop(dtype, None))
             self._runs[dtype] = run
-            chunks = request.chunks if exchange is None else [exchange.rank]
-            rows = [self.gradients(own, chunk) for chunk in chunks if chunk in request.chunks]
-            for row in rows[:1]:
-                torch._foreach_copy_(sums, row)
-            for row in rows[1:]:
-                torch._foreach_add_(sums, row)
+            for chunk in chunks:
+                row = self.gradients(own, chunk)
+                if chunk == chunks[0]:
+                    copy_row(sums, row)
+                    continue
+                for total, grad in zip(sums, row, strict=True):
+                    total.add_(grad)
             if exchange is not None:
                 exchange.add(run, request.chunks)
             found.update(zip(own, sums, strict=True))
@@ -109,56 +109,43 @@ class Resident:
 
     # Steps.
 
-    def step(self, request: StepRequest, join: Callable[[ExchangeRequest], Exchange]) -> Any:
+    def step(
+        self, request: StepRequest, join: Callable[[ExchangeRequest], Exchange]
+    ) -> Tensor | None:
         """Make a step; or return the norm, and keep the sums for the step."""
         optimizer, slots = self._optimizers[request.optimizer]
-        rows = [slot for row in slots for slot in row if self._module.has(slot)]
         exchange = None if request.exchange is None else join(request.exchange)
-        grads, self._last = self._last, {}
         try:
             if not request.again:
-                grads.clear()  # they lie where the new ones will
-                grads = self._sums(request, exchange)
+                self._last.clear()  # they lie where the new ones will
+                self._last = self._sums(request, exchange)
         except BaseException:
             if exchange is not None:
                 exchange.close()  # the others do not wait for this one
             raise
         if request.scale is not None:
-            torch._foreach_mul_([*grads.values()], request.scale.to(self._module.device))
-        self._last = grads
-        grads = dict(grads)
-        for slot, grad in request.given.items():
+            for dtype in {grad.dtype for grad in self._last.values()}:
+                self._runs[dtype].mul_(request.scale)  # all of them at once
+        grads = dict(self._last)
+        for slot, given in request.given.items():
             like = self._module.tensor(slot)
-            grads[slot] = torch.zeros_like(like) if grad is None else grad.detach().clone()
+            grads[slot] = torch.zeros_like(like) if given is None else given.clone()
         if request.norm is not None:
-            found = [grads[slot] for slot in rows if slot in grads]
+            found = [grads[slot] for slot in slots.values() if slot in grads]
             return torch.nn.utils.get_total_norm(found, request.norm)
-        self._rebind(optimizer, slots)
         for group, values in zip(optimizer.param_groups, request.values, strict=True):
             for name, value in values.items():
                 group[name] = value.clone() if isinstance(value, Tensor) else value
         engine.seed(self._module.device, request.number, 0)
-        for slot in rows:
-            self._module.tensor(slot).grad = grads.get(slot)
+        for p, slot in slots.items():
+            p.grad = grads.get(slot)
         try:
             optimizer.step()
         finally:
-            for slot in rows:
-                self._module.tensor(slot).grad = None  # the engine's place
-            self._module.stepped(rows)
             self._last = {}
+            for p in slots:
+                p.grad = None
         return None
-
-    def _rebind(self, optimizer: torch.optim.Optimizer, slots: list[list[int]]) -> None:
-        """Let an optimizer have the module's parameters of now: another flag made new objects."""
-        for group, row in zip(optimizer.param_groups, slots, strict=True):
-            for i, slot in enumerate(row):
-                old = group["params"][i]
-                new = self._module.tensor(slot) if self._module.has(slot) else old
-                if old is not new:
-                    group["params"][i] = new
-                    if old in optimizer.state:
-                        optimizer.state[new] = optimizer.state.pop(old)
 
     # Coming and going.
 
@@ -167,39 +154,40 @@ class Resident:
         if self._module.device.type == "cpu":
             threads.return_large_blocks()
         self._module.stepped(request.trained)
-        value = request.optimizers
-        made = {}
-        loaded = value.load([t.detach().clone() for t in value.tensors])
-        for number, (kind, keywords, groups, state) in loaded.items():
-            rows = [group["params"] for group in groups]
+        self._optimizers = {}
+        row = [t.detach().clone() for t in request.optimizers.tensors]
+        for number, one in request.optimizers.load(row).items():
+            kind, keywords, groups, state = one
+            slots: dict[nn.Parameter, int] = {}
             for group in groups:
-                if not (group.get("capturable") or group.get("fused")):  # as torch's own loading
-                    for slot in group["params"]:
-                        if isinstance(state.get(slot, {}).get("step"), Tensor):
-                            state[slot]["step"] = state[slot]["step"].cpu()
-                group["params"] = [self._module.tensor(slot) for slot in group["params"]]
+                on_host = not (group.get("capturable") or group.get("fused"))
+                own = {}
+                for slot in group["params"]:
+                    # The module's memory and version, and an object that no other flag replaces.
+                    t = self._module.tensor(slot)
+                    own[nn.Parameter(t.detach(), t.requires_grad)] = slot
+                    step = state.get(slot, {}).get("step")
+                    if isinstance(step, Tensor) and on_host:  # as torch's own loading does
+                        state[slot]["step"] = step.cpu()
+                slots.update(own)
+                group["params"] = [*own]
             optimizer = kind(groups, **keywords)
-            for slot, values in state.items():
-                optimizer.state[self._module.tensor(slot)] = values
-            made[number] = optimizer, rows
-        self._optimizers = made
+            for p, slot in slots.items():
+                if slot in state:
+                    optimizer.state[p] = state[slot]
+            self._optimizers[number] = optimizer, slots
 
     def snapshot(self, request: SnapshotRequest) -> Parcel:
-        """Give the weights, and each optimizer's groups and state by slot."""
+        """Give the weights, and each optimizer's groups and state, by slot."""
         weights: dict[int, Tensor] = {}
-        states: dict[int, Any] = {}
-        for number, (optimizer, rows) in self._optimizers.items():
-            self._rebind(optimizer, rows)
-            slots = [slot for row in rows for slot in row if self._module.has(slot)]
+        states: dict[int, tuple[list[object], dict[int, object]]] = {}
+        for number, (optimizer, slots) in self._optimizers.items():
             if request.weights:
-                weights.update((slot, self._module.tensor(slot).detach()) for slot in slots)
+                weights.update((slot, p.detach()) for p, slot in slots.items())
             if request.optimizers:
-                groups = []
+                groups: list[object] = []
                 for group in optimizer.param_groups:
-                    groups.append({k: v for k, v in group.items() if k != "params"})
-                state = {}
-                for slot in slots:
-                    if self._module.tensor(slot) in optimizer.state:
-                        state[slot] = dict(optimizer.state[self._module.tensor(slot)])
-                states[number] = groups, state
+                    groups.append({**group, "params": [slots[p] for p in group["params"]]})
+                held = {slot: p for p, slot in slots.items() if p in optimizer.state}
+                states[number] = groups, {n: dict(optimizer.state[p]) for n, p in held.items()}
         return parcel((weights, states), "optimizer")

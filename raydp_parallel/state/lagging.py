@@ -7,12 +7,13 @@ them: that fetches the values of all, which are ordinary parameters again from t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PLAINLY: Any = nn.Parameter.__torch_function__
 """Calls a function, as torch does, so that it sees parameters as ordinary ones."""
@@ -32,13 +33,15 @@ BLIND = {
 """Functions that look at no values: what a training loop uses between steps must fetch nothing."""
 
 
-def plainly(function: F) -> F:
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function see parameters as ordinary ones, so that it fetches nothing."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return PLAINLY(function, (), args, kwargs)
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        found: R = PLAINLY(function, (), args, kwargs)
+        return found
 
-    return functools.wraps(function)(call)  # type: ignore[return-value]
+    return call
 
 
 class Lagging(nn.Parameter):
@@ -55,7 +58,9 @@ class Lagging(nn.Parameter):
         return nn.Parameter(*args, **kwargs)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> object:
         """Fetch the values, unless a function does not look at them."""
         if func in BLIND:
             return PLAINLY(func, types, args, kwargs or {})

@@ -1,0 +1,221 @@
+"""Gradients that stay in the replicas, as the driver knows them.
+
+A parameter's gradient is the sum, in the order of chunks, of what each chunk has kept since the
+program has cleared it. All that one chunk keeps lies in one replica. See [Note: deaths] in
+`driver.resident`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.cluster.replica_set import ReplicaSlot
+from raydp_parallel.driver.dispatcher import ChunkCall, Recipe, RemoteGraph, raise_first
+from raydp_parallel.driver.executor import Executor
+from raydp_parallel.driver.remote_grad import RemoteGrad
+from raydp_parallel.errors import GraphLost
+from raydp_parallel.state.lagging import plainly
+from raydp_parallel.state.mirror import Master
+from raydp_parallel.wire.messages import GradientsRequest
+
+if TYPE_CHECKING:
+    from raydp_parallel.driver.resident import Resident
+
+
+@dataclass(eq=False)
+class Sum:
+    """A parameter's gradient."""
+
+    parameter: Tensor
+    slot: int  # its number in the replicas
+    chunks: set[int] = field(default_factory=set)  # that have kept some of it
+    stand: Callable[[], RemoteGrad | None] = lambda: None  # gives what is in ``.grad`` for it
+    scale: Tensor | None = None  # its factor where it is used, after a clipping
+    missed: bool = False  # some of it went with a replica, and cannot be made again
+
+
+class Kept(RemoteGraph):
+    """Gradients that a chunk has kept. As a graph, they are made again where it goes on.
+
+    Args:
+        chunk: The chunk's number.
+        sums: The gradients that it may be a part of.
+
+    Attributes:
+        trips: The backwards that did it; None once a step has changed the weights.
+    """
+
+    def __init__(self, chunk: int, sums: Mapping[Tensor, Sum]) -> None:
+        super().__init__(chunk)
+        self.trips: list[Recipe] | None = []
+        self.recipe, self._sums = self._again, sums
+
+    def _again(self, slot: ReplicaSlot) -> Iterator[ChunkCall]:
+        if self.trips is None:  # it is missed where it is used, and not where it is cleared
+            for one in self._sums.values():
+                one.missed = one.missed or self.key in one.chunks
+                one.chunks.discard(self.key)
+            self.trips = []
+        for trip in self.trips:
+            yield from trip(slot)
+
+
+class Gradients:
+    """The gradients of one model's parameters that replicas train.
+
+    Args:
+        executor: The executor.
+        master: The model.
+        source: Fetches what stands in ``.grad``.
+
+    Attributes:
+        sums: The gradients, by parameter: one that leaves takes its own along.
+    """
+
+    def __init__(self, executor: Executor, master: Master, source: Resident) -> None:
+        self._executor, self._master, self._source = executor, master, source
+        self.sums: dict[Tensor, Sum] = {}
+        self._kept: dict[int, Kept] = {}  # by chunk
+
+    # In a backward.
+
+    def begin(self) -> None:
+        """Begin a backward. Gradients that the program has cleared begin anew."""
+        anew = []
+        for slot, p in self._master.trained.items():
+            one = self.sums.setdefault(p, Sum(p, slot))
+            stand = one.stand()
+            if stand is None or stand is not p.grad or stand.zeroed:
+                anew.append(one)
+        self.fetch(anew)  # the program may still have what stood for the last ones
+        for one in anew:
+            one.chunks, one.scale, one.missed = set(), None, False
+        used = set[int]().union(*[one.chunks for one in self.sums.values()])
+        self._kept = {chunk: kept for chunk, kept in self._kept.items() if chunk in used}
+
+    @plainly
+    def keeps(self, parameter: Tensor) -> bool:
+        """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
+        one = self.sums.get(parameter)
+        if one is None or not parameter.requires_grad or parameter.dtype.is_complex:  # as in gloo
+            return False
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return False
+        stand = one.stand()
+        if parameter.grad is None or stand is not parameter.grad:
+            return parameter.grad is None
+        return stand.zeroed or (not stand.touched and one.scale is None)
+
+    def having(self, parameter: Tensor) -> set[int]:
+        """Return the chunks that have kept a gradient."""
+        return self.sums[parameter].chunks
+
+    def of(self, chunk: int) -> Kept:
+        """Return what a chunk has kept so far, which its next backward adds to."""
+        return self._kept.setdefault(chunk, Kept(chunk, self.sums))
+
+    def note(self, chunk: int, parameters: Sequence[Tensor], trip: Recipe) -> None:
+        """Note what a chunk's backward has kept, and what makes it again."""
+        trips = self._kept[chunk].trips
+        if trips is not None:
+            trips.append(trip)
+        for p in parameters:
+            self.sums[p].chunks.add(chunk)
+
+    @plainly
+    def stand_in(self, parameter: Tensor, filled: bool) -> None:
+        """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
+        one = self.sums[parameter]
+        if isinstance(parameter.grad, RemoteGrad):
+            parameter.grad.renew()
+        elif one.chunks or filled:
+            parameter.grad = made = RemoteGrad(parameter, self._source)
+            one.stand = weakref.ref(made)
+
+    # Where they are used.
+
+    def fetch(self, sums: Collection[Sum]) -> None:
+        """Bring gradients to the driver for which something stands."""
+        stands = {one.slot: one.stand() for one in sums}
+        wanted = {n: one for n, one in stands.items() if one is not None and not one.fetched}
+        for slot, value in self.total([one for one in sums if one.slot in wanted]).items():
+            wanted[slot].arrive(value)
+
+    def total(self, sums: Sequence[Sum]) -> dict[int, Tensor]:
+        """Return gradients, by slot, each summed in the order of chunks."""
+        self.refuse_missed(sums)
+        found: dict[int, Tensor] = {}
+        for chunk in sorted(set[int]().union(*[one.chunks for one in sums])):
+            wanted = [one for one in sums if chunk in one.chunks]
+            for one, grad in zip(wanted, self._ask(chunk, wanted), strict=True):
+                if one.slot in found:
+                    found[one.slot].add_(grad)
+                else:
+                    found[one.slot] = grad.clone()
+        for one in sums:
+            if one.slot not in found:
+                p = one.parameter
+                found[one.slot] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            if one.scale is not None:
+                found[one.slot].mul_(one.scale)
+        return found
+
+    def _ask(self, chunk: int, sums: Sequence[Sum]) -> Sequence[Tensor]:
+        """Fetch gradients that a chunk has kept; valid until the next call."""
+
+        def request(slot: ReplicaSlot) -> GradientsRequest:
+            self.refuse_missed(sums)  # the replica that had them may just have died
+            return GradientsRequest(self._master.number, tuple([s.slot for s in sums]), chunk)
+
+        kept, model, home = self._kept[chunk], self._master.number, self._master.home
+        assert kept.slot is not None
+        call = ChunkCall(kept.slot, "step", request, model, needs=[kept], home=home)
+        answers = self._executor.dispatcher.run([call])
+        raise_first(answers, [call])
+        found: Sequence[Tensor] = answers[0].value
+        return found
+
+    def refuse_missed(self, sums: Sequence[Sum]) -> None:
+        """Raise an error for gradients that cannot be made again."""
+        if any(one.missed for one in sums):
+            raise GraphLost(
+                "gradients of before the last step went with their replica: call zero_grad() "
+                "after each step, or use them before the next"
+            )
+
+    def chunks(self, sums: Sequence[Sum], members: Sequence[ReplicaSlot]) -> list[int]:
+        """Return the chunks that have kept gradients, if members can sum these among themselves."""
+        having = {frozenset(one.chunks) for one in sums}
+        if len(having) != 1:
+            return []
+        chunks = sorted(*having)
+        for chunk in chunks:
+            at = chunk if len(members) > 1 else 0
+            if at >= len(members) or not self._kept[chunk].on(members[at]):
+                return []
+        return chunks
+
+    def stepped(self) -> None:
+        """Note that weights have changed, with which nothing can be made again."""
+        for kept in self._kept.values():
+            kept.trips = None
+
+    def leave(self, parameters: Collection[Tensor]) -> None:
+        """Bring what only replicas have of parameters that leave."""
+        left = [self.sums[p] for p in parameters if p in self.sums]
+        self.fetch([one for one in left if not one.missed])
+        for one in left:
+            del self.sums[one.parameter]
+
+    def clear(self) -> None:
+        """Forget all: the replicas that had it are gone."""
+        self.sums.clear()
+        for tensor in self._master.tensors.values():
+            if isinstance(tensor.grad, RemoteGrad):
+                tensor.grad = None
