@@ -807,6 +807,20 @@ def test_T3_parameters_and_state_that_change(two: Executor) -> None:
     assert same(*results)
 
 
+def test_T3_a_parameter_that_is_trained_here_again(two: Executor) -> None:
+    """The next optimizer leaves it out: what changes it here is sent once, and not without end."""
+    net = nn.Linear(4, 4)
+    model = DataParallel(net, executor=two)
+    model.optimizer(torch.optim.SGD, lr=0.1)
+    model.optimizer(torch.optim.SGD, [net.weight], lr=0.1)
+    own = torch.optim.SGD([net.bias], lr=0.1)
+    reruns = two.stats().reruns
+    for _ in range(2):
+        model(torch.ones(4, 4)).sum().backward()
+        own.step()
+    assert two.stats().reruns == reruns
+
+
 def test_T3_the_scaler(two: Executor) -> None:
     """Torch's gradient scaler, with an overflow on the way."""
 
