@@ -207,12 +207,10 @@ class ReplicaModule:
 
     Args:
         device: The replica's device.
-        own_process: True if the process runs replicas only.
     """
 
-    def __init__(self, device: torch.device, own_process: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._own_process = own_process
         self.revision = 0
         self._trained: set[int] = set()
         self._structure = b""
@@ -477,7 +475,7 @@ class ReplicaModule:
     @contextmanager
     def noting(self, found: Found) -> Iterator[None]:
         """Note in the block which tensors are accessed past their versions."""
-        with raw_access.noting(self._own_process) as found.touched:
+        with raw_access.noting() as found.touched:
             yield
 
     def end(self, found: Found, report: bool, keeps_data: bool) -> Writes:

@@ -165,7 +165,7 @@ class Replica:
         """Return a model, with the master's changes."""
         module = self.models.get(number)
         if module is None:
-            module = self.models[number] = ReplicaModule(self.device, _own_process)
+            module = self.models[number] = ReplicaModule(self.device)
         if update is not None:
             try:
                 self._update(module, update)  # [4] run

@@ -33,7 +33,7 @@ _HOOKS = {
     if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules")
 }
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
-_LOCKS: dict[type, Callable[[], Any]] = {
+_LOCKS: dict[type, Callable[[], object]] = {
     type(threading.Lock()): threading.Lock,
     type(threading.RLock()): threading.RLock,
 }
@@ -56,7 +56,6 @@ class Codes:
     def __init__(self, known: Mapping[int, types.CodeType] | None = None) -> None:
         self.kept: list[types.CodeType] = [] if known is None else [*known.values()]
         self._numbers = {id(code): i for i, code in enumerate(self.kept)}
-        self.reduced: dict[int, tuple[Any, ...]] = {}  # see `_LookPickler`
 
     def number(self, code: types.CodeType) -> int:
         """Return the number of a code object."""
@@ -78,6 +77,7 @@ class Structure:
         bytes: Its pickle.
         at: The revision of the master that it is of.
         sources: The sources of its code.
+        codes: The numbers of its code objects.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,16 +85,13 @@ class Structure:
         self.bytes = b""
         self.at = 0
         self.sources = Sent()
-        self._codes, self._code_at = Codes(), list[int]()
-
-    def look(self, module: nn.Module, slot: Callable[[Tensor], int]) -> bytes:
-        """Look at the module."""
-        return look(module, slot, self._codes)
+        self.codes = Codes()
+        self._code_at: list[int] = []  # since which revision each is known
 
     def take(self, found: bytes, revision: int) -> None:
         """Take a look over, as of a revision."""
         self.sources.look(revision)
-        self._code_at += [revision] * (len(self._codes.kept) - len(self._code_at))
+        self._code_at += [revision] * (len(self.codes.kept) - len(self._code_at))
         self.at = revision
         self.bytes = found  # last: Ctrl-C before makes the next look begin again
 
@@ -104,7 +101,7 @@ class Structure:
         if self.at <= revision:
             return None, None, sources
         new = [i for i, at in enumerate(self._code_at) if at > revision]
-        code = pickling.dumps([(i, self._codes.kept[i]) for i in new]) if new else None
+        code = pickling.dumps([(i, self.codes.kept[i]) for i in new]) if new else None
         return self.bytes, code, sources
 
 
@@ -114,7 +111,7 @@ class _LookPickler(pickling.Pickler):
         self._slot = slot
         self._codes = codes
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: Any) -> object:
         if isinstance(value, StandIn):
             value = value.given()
         kind = type(value)
@@ -142,23 +139,27 @@ class _LookPickler(pickling.Pickler):
             return (weakref.WeakMethod if kind is weakref.WeakMethod else weakref.ref), (value(),)
         return super().reducer_override(value)
 
-    def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> tuple[object, ...]:
         """Reduce a function of a script, as cloudpickle does. To find the submodules that it uses,
         that looks through all loaded modules, for half a millisecond: here once for each code.
         """
-        space, number = func.__globals__, self._codes.number(func.__code__)
-        there = [name for name in _names(func.__code__) if name in space]
-        known = self._codes.reduced.get(number)
+        space, code = func.__globals__, func.__code__
+        there = [name for name in _names(code) if name in space]
+        known = _reduced.get(id(code))
         if known is None or known[0] != there:
             make, _, (_, parts), *rest = super()._dynamic_function_reduce(func)
             uses = [*parts.pop("__globals__")]
             own = [name for name in parts if hasattr(func, name)]
             submodules = {name: parts[name] for name in parts if name not in own}
-            known = self._codes.reduced[number] = there, uses, own, submodules, make, rest
-        _, uses, own, submodules, make, rest = known
+            known = _reduced[id(code)] = there, uses, own, submodules, make, rest, code
+        _, uses, own, submodules, make, rest, _ = known
         parts = {name: getattr(func, name) for name in own} | submodules
         parts["__globals__"] = {name: space[name] for name in uses}
         return make, self._function_getnewargs(func), (dict(vars(func)), parts), *rest
+
+
+_reduced: dict[int, tuple[Any, ...]] = {}
+"""How functions are reduced, by the id of their code, with the names of globals that are there."""
 
 
 @functools.cache
@@ -260,19 +261,19 @@ def _device() -> torch.device:
     return _building.device  # type: ignore[no-any-return]
 
 
-def _set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
+def _set_attributes(tensor: Tensor, attributes: dict[str, object]) -> None:
     vars(tensor).update(attributes)
 
 
-def _dead() -> weakref.ref[Any]:
+def _dead() -> weakref.ref[set[object]]:
     return weakref.ref(set())  # nobody has this set
 
 
-def _reduce_module(module: nn.Module) -> Any:
+def _reduce_module(module: nn.Module) -> tuple[object, ...] | None:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return _reduce_script(module)
-    new: tuple[Any, ...] = _new, (kind,)
+    new: tuple[object, ...] = _new, (kind,)
     state: Any = vars(module)
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         new = _new_parametrized, (kind.__mro__[1], tuple(state["_modules"]["parametrizations"]))
@@ -295,7 +296,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
-def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
+def _set_state(module: nn.Module, state: dict[str, object]) -> None:
     for name, make in _HOOKS.items():
         if name not in state:
             state[name] = make()
@@ -315,7 +316,7 @@ def _new_parametrized(base: type[nn.Module], names: Sequence[str]) -> nn.Module:
     return module
 
 
-def _reduce_script(module: torch.jit.ScriptModule) -> Any:
+def _reduce_script(module: torch.jit.ScriptModule) -> tuple[object, ...]:
     _refuse_python_below(module)
     file = io.BytesIO()
     torch.jit.save(module, file)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raydp_parallel.devices import ambient
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state.lagging import PLAINLY, Lagging, plainly
-from raydp_parallel.state.look import Structure, check_devices
+from raydp_parallel.state.look import Structure, check_devices, look
 from raydp_parallel.state.run import (
     Place,
     Range,
@@ -146,7 +146,7 @@ class Master:
 
         self._looked = self.revision
         self._updates = {}
-        structure = self.structure.look(self.module, slot)
+        structure = look(self.module, slot, self.structure.codes)
         if structure != self.structure.bytes or found.keys() != known.keys():
             self._restructure(found)
             self.revision += 1
@@ -440,8 +440,8 @@ class Master:
         before: dict[int, Tensor] = {}
         if keep:
             for one, *_ in rows:
-                t = one.tensor.detach()
-                before[one.slot] = torch.empty_like(t) if one.plain else t.clone()
+                t = one.tensor
+                before[one.slot] = torch.empty_like(t) if one.plain else t.detach().clone()
             plain = [one for one, *_ in rows if one.plain]
             copy_row([before[one.slot] for one in plain], [one.tensor for one in plain])
         versions = versions_of(tensors)
@@ -451,13 +451,11 @@ class Master:
             one.touch()
             if replaced:
                 one.tensor.data = value.to(one.tensor.device, copy=True)
-            elif one.tensor.is_inference():
-                with torch.inference_mode():
-                    one.tensor.copy_(value)
             else:
                 into.append(one.tensor)
                 values.append(value)
-        copy_row(into, values)
+        with torch.inference_mode():  # as tensors of that mode ask for
+            copy_row(into, values)
         set_versions(tensors, [a + by for a, (_, _, by, _) in zip(versions, rows, strict=True)])
         return before
 

@@ -19,8 +19,6 @@ _PLAIN: Any = inspect.getattr_static(Tensor, "data")
 data: Callable[[Tensor], Tensor] = _PLAIN.__get__
 """Returns ``tensor.data``, of which nothing is noted."""
 
-_BEFORE = {name: vars(Tensor).get(name) for name in _METHODS}
-
 _SMALL = 1 << 20
 """Bytes up to which contents from before an access are kept, to tell reading from writing."""
 
@@ -49,47 +47,28 @@ def _set(tensor: Tensor, data: Tensor) -> None:
     _PLAIN.__set__(tensor, data)
 
 
-def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _noting(method: Callable[..., object]) -> Callable[..., object]:
+    def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
         _note(tensor)
         return method(tensor, *args, **kwargs)
 
     return call
 
 
-def install() -> None:
-    """Note accesses from now on, in `noting` blocks. Setting attributes of a class is slow."""
-    if "data" in vars(Tensor):
-        return
-    type.__setattr__(Tensor, "data", property(_get, _set))
-    for name in _METHODS:
-        type.__setattr__(Tensor, name, _noting(getattr(Tensor, name)))
-
-
-def uninstall() -> None:
-    """Make `torch.Tensor` what it was, in a process that is not a replica's own."""
-    if "data" in vars(Tensor):
-        type.__delattr__(Tensor, "data")
-        for name, method in _BEFORE.items():
-            if method is None:
-                type.__delattr__(Tensor, name)
-            else:
-                type.__setattr__(Tensor, name, method)
-
-
 @contextlib.contextmanager
-def noting(own_process: bool) -> Iterator[Touched]:
-    """Collect the addresses of storages that are accessed in the block. Where this process does not
-    run replicas only, torch is left as it was.
+def noting() -> Iterator[Touched]:
+    """Collect the addresses of storages that are accessed in the block. `torch.Tensor` stays
+    changed, as this process runs replicas only, and to set attributes of a class is slow.
     """
     global _touched
+    if "data" not in vars(Tensor):
+        type.__setattr__(Tensor, "data", property(_get, _set))
+        for name in _METHODS:
+            type.__setattr__(Tensor, name, _noting(getattr(Tensor, name)))
     before, _touched = _touched, {}
-    install()
     try:
         yield _touched
     finally:
         if before is not None:
             before.update(_touched)
         _touched = before
-        if not own_process and before is None:
-            uninstall()

@@ -177,7 +177,9 @@ class StateRun:
             self.memory = torch.zeros(layout.size, dtype=torch.uint8, device=tensors[0].device)
         self.spec = RunSpec(key, slots, layout.specs, cuts)
         self.views = dict(zip(slots, layout.views(self.memory), strict=True))
-        self._begins = dict(zip(slots, layout.offsets, strict=True))
+        self._lies: dict[int, Range] = {}
+        for one, begin in zip(self.records, layout.offsets, strict=True):
+            self._lies[one.slot] = begin, begin + -(-one.tensor.nbytes // ALIGN) * ALIGN
         self._row = layout.rows[0][1]  # of the small ones, with which the run begins
         self._copy: tuple[Tensor, list[Tensor]] | None = None  # of these, and what shows them there
         self._late: list[Range] = []  # what the window of a GPU's run lacks
@@ -206,8 +208,7 @@ class StateRun:
     def ranges(self, slots: Iterable[int]) -> list[Range]:
         """Return where the contents of some slots lie, those that adjoin as one."""
         found: list[Range] = []
-        for begin, n in sorted([(self._begins[n], n) for n in slots]):
-            end = begin + -(-self.views[n].nbytes // ALIGN) * ALIGN
+        for begin, end in sorted([self._lies[n] for n in slots]):
             if found and found[-1][1] == begin:
                 begin = found.pop()[0]
             if end > begin:

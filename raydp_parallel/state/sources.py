@@ -16,15 +16,14 @@ import hashlib
 import importlib.abc
 import importlib.util
 import logging
-import operator
 import os
 import site
 import sys
 import sysconfig
 import time
 import types
-import uuid
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -32,9 +31,6 @@ import cloudpickle
 from raydp_parallel.errors import SourceMismatch
 
 log = logging.getLogger("raydp_parallel")
-
-PROCESS = uuid.uuid4().hex
-"""The name of this process."""
 
 _BEGUN = time.time()
 
@@ -55,48 +51,43 @@ class Source(NamedTuple):
 class Sources(NamedTuple):
     """All that a replica must know of the driver's modules."""
 
-    process: str
     paths: tuple[str, ...]  # where the driver looks for modules
     modules: dict[str, Source]  # the user's own that it has loaded, by name
 
 
-def _homes() -> tuple[str, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    paths = [sysconfig.get_path(name) for name in names]
-    paths += [*site.getsitepackages(), site.getusersitepackages()]
-    return tuple({real for path in paths if path for real in (path, os.path.realpath(path))})
+_HOMES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_HOMES += [*site.getsitepackages(), site.getusersitepackages()]
+_HOMES += [*map(os.path.realpath, _HOMES), os.path.dirname(os.path.dirname(__file__))]
 
 
-_HOMES = _homes()
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def is_installed(path: str) -> bool:
+def _is_installed(path: str) -> bool:
     """Tell if a file is Python's, this package's or an installed package's."""
-    parts = path.split(os.sep)
-    if "site-packages" in parts or "dist-packages" in parts:
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
         return True
-    return any(path.startswith(home + os.sep) for home in (*_HOMES, _OWN))
+    return any(path.startswith(home + os.sep) for home in _HOMES)
 
 
 # In the driver.
 
-_read: dict[str, tuple[Any, Source | None]] = {}
+_read: dict[str, tuple[object, Source | None]] = {}
 """The source of each module, with the spec that it was read for: a reload makes another one."""
 
 
+def _spec(name: str) -> Any:
+    return getattr(sys.modules.get(name), "__spec__", None)
+
+
 def _source(name: str) -> Source | None:
-    module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    if spec is None or module is None:
+    spec = _spec(name)
+    if spec is None:
         return None
     known = _read.get(name)
     if known is not None and known[0] is spec:
         return known[1]
-    file = spec.origin
+    module, file = sys.modules[name], spec.origin
     found = None
     plain = isinstance(file, str) and file.endswith(".py") and spec.has_location
-    if plain and not is_installed(os.path.abspath(file)) and name.partition(".")[0] != "ray":
+    if plain and not _is_installed(os.path.abspath(file)) and name.partition(".")[0] != "ray":
         try:
             text = spec.loader.get_data(file)
         except (OSError, AttributeError):
@@ -150,20 +141,20 @@ def current() -> Sources:
             if found is not None:
                 modules[name] = found
     paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
-    return Sources(PROCESS, tuple(dict.fromkeys(paths)), modules)
+    return Sources(tuple(dict.fromkeys(paths)), modules)
 
 
 # In a replica.
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
     """Imports the driver's modules from its texts."""
 
     def __init__(self) -> None:
         self.modules: dict[str, Source] = {}
         self.loaded: dict[str, str] = {}
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Find one of the driver's modules."""
         source = self.modules.get(name)
         if source is None:
@@ -178,14 +169,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         """Return a module's text."""
         return importlib.util.decode_source(self.modules[fullname].text)
 
+    def get_filename(self, fullname: str) -> str:
+        """Return a module's file, which need not exist here."""
+        return self.modules[fullname].file
+
     def get_data(self, path: str) -> bytes:
         """Return the text of a file."""
         return next(s.text for s in self.modules.values() if s.file == path)
-
-    def get_code(self, fullname: str) -> Any:
-        """Compile a module."""
-        source = self.modules[fullname]
-        return compile(source.text, source.file, "exec", dont_inherit=True)
 
 
 _FINDER = _Finder()
@@ -197,8 +187,6 @@ def follow(sources: Sources) -> None:
     Raises:
         SourceMismatch: One of them is loaded already, from another text.
     """
-    if sources.process == PROCESS:
-        return
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     for name, source in sources.modules.items():
@@ -226,18 +214,17 @@ class Sent:
     def __init__(self) -> None:
         self.at = 0  # the model's revision at the last change
         self.latest: Sources | None = None
-        self._loaded = 0
-        self._specs: list[Any] = []
+        self._loaded = 0  # how many modules there were
+        self._specs: dict[str, object] = {}
 
     def look(self, revision: int) -> bool:
         """Note changes, as of a revision; returns whether there are any."""
-        if self.latest is not None and len(sys.modules) == self._loaded:
-            specs = [getattr(sys.modules.get(n), "__spec__", None) for n in self.latest.modules]
-            if all(map(operator.is_, specs, self._specs)):
-                return False
+        as_it_was = [_spec(name) is spec for name, spec in self._specs.items()]
+        if len(sys.modules) == self._loaded and all(as_it_was):
+            return False
         found = current()
         self._loaded = len(sys.modules)
-        self._specs = [getattr(sys.modules[name], "__spec__", None) for name in found.modules]
+        self._specs = {name: _spec(name) for name in found.modules}
         if found == self.latest:
             return False
         self.latest, self.at = found, revision

@@ -468,7 +468,10 @@ SCALE = 1.0
 TABLE = {"a": [1.0]}
 
 def helper(x):
-    return x * SCALE * TABLE["a"][-1]
+    try:
+        return x * SCALE * LATER
+    except NameError:
+        return x * SCALE * TABLE["a"][-1]
 
 class Base(nn.Module):
     factor = 1.0
@@ -506,6 +509,7 @@ def change_helper(script: Any) -> None:
 
 BY_VALUE: dict[str, Callable[[Any], Any]] = {
     "global number": lambda script: setattr(script, "SCALE", 3.0),
+    "global that was not there": lambda script: setattr(script, "LATER", 3.0),
     "global that a lambda uses": lambda script: setattr(script, "SHIFT", 3.0),
     "inside a global": lambda script: script.TABLE["a"].append(3.0),
     "function": change_helper,
