@@ -81,11 +81,10 @@ def test_S2_chunks_are_views():
 
 
 def test_S3_chunks_belong_to_the_graph():
-    """A chunk is made by Scatter; a Parameter's chunk is a plain tensor."""
+    """By torch's own functions; a Parameter's chunk is a plain tensor."""
     for x in (numbers(4, 2, requires_grad=True), torch.nn.Parameter(numbers(4, 2))):
         for chunk in scatter(x, TWO):
-            assert chunk.grad_fn.name() == "ScatterBackward"
-            assert type(chunk) is torch.Tensor and not chunk.is_leaf
+            assert type(chunk) is torch.Tensor and chunk.grad_fn is not None
     assert not scatter(numbers(4), TWO)[0].requires_grad
 
 

@@ -21,36 +21,8 @@ from raydp_parallel.batch.packed import sequences, split_packed
 from raydp_parallel.batch.registry import Splitter, rules_of
 from raydp_parallel.devices.ambient import uncompiled
 
-Cut = int | list[int]
-"""The most chunks, of one size, or the size of each chunk."""
-
 Warn = Callable[[str, str], object]
 """Takes a warning and the name of its kind."""
-
-
-class Scatter(torch.autograd.Function):
-    """Chunks of a tensor, as views; differentiable any number of times."""
-
-    @staticmethod
-    def forward(ctx: Any, cut: Cut, dim: int, tensor: Tensor) -> tuple[Tensor, ...]:
-        # A chunk without a gradient must not arrive as zeros: all of them may have none.
-        ctx.set_materialize_grads(False)
-        views = _views(tensor, cut, dim)
-        ctx.dim, ctx.sizes = dim, [view.shape for view in views]
-        return views
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
-        known = next((grad for grad in grads if grad is not None), None)
-        if known is None:
-            return None, None, None
-        pairs = zip(grads, ctx.sizes, strict=True)
-        whole = [known.new_zeros(size) if grad is None else grad for grad, size in pairs]
-        return None, None, torch.cat(whole, ctx.dim)
-
-
-def _views(tensor: Tensor, cut: Cut, dim: int) -> tuple[Tensor, ...]:
-    return tensor.chunk(cut, dim) if isinstance(cut, int) else tensor.split(cut, dim)
 
 
 def weighted_sizes(rows: int, chunks: int, weights: Sequence[float]) -> list[int]:
@@ -88,12 +60,11 @@ class _Plan:
         return [len(part) for part in torch.empty(rows, device="meta").chunk(self.chunks)]
 
     def views(self, tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Cut a tensor."""
-        cut = self.chunks if self.weights is None else self.sizes(tensor.size(dim))
-        if tensor.requires_grad and torch.is_grad_enabled():
-            pieces: tuple[Tensor, ...] = Scatter.apply(cut, dim, tensor)
-            return pieces
-        return _views(tensor, cut, dim)
+        """Cut a tensor, as torch's autograd can follow."""
+        if self.weights is None:
+            return tensor.chunk(self.chunks, dim)
+        pieces: tuple[Tensor, ...] = tensor.split(self.sizes(tensor.size(dim)), dim)
+        return pieces
 
     def agreed(self, warn: Warn | None = None) -> int:
         """The number of chunks, which all cuts must have in common; without any, a copy for each
