@@ -15,10 +15,11 @@ import mmap
 import os
 import threading
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from raydp_parallel.devices.layout import Layout, Run
 
 log = logging.getLogger("raydp_parallel")
 
@@ -40,21 +41,26 @@ def _users(t: Tensor) -> int:
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata))
 
 
-_lone = torch.empty(1, device="cpu")
-_LONE = _users(_lone)
-_view = _lone.detach()
-_COUNTS = _users(_view) > _LONE
-"""Tried, not known: if another torch counts otherwise, no memory is used again."""
+_alone: int | None = None
+"""The count of a tensor that shares its memory with no other one. It was tried, as another torch
+may count otherwise, or have no count: then no memory is used again."""
+with contextlib.suppress(AttributeError):
+    _lone = torch.empty(1, device="cpu")
+    _count = _users(_lone)
+    _view = _lone.detach()
+    _alone = _count if _users(_view) > _count else None
 
 
 def is_used(t: Tensor) -> bool:
     """Tell if another tensor may show the same memory."""
-    return not _COUNTS or _users(t) > _LONE
+    return _alone is None or _users(t) > _alone
 
 
-def _staging(device: torch.device, way: str, size: int, reader: Any = None) -> Tensor:
+def _staging(
+    device: torch.device, way: str, size: int, reader: torch.cuda.Stream | None = None
+) -> Tensor:
     """Return pinned memory that is kept for one device and way, once its last reader is done."""
-    kept: dict[str, tuple[Tensor | None, Any]] = vars(_pinned)
+    kept: dict[str, tuple[Tensor | None, torch.cuda.Stream | None]] = vars(_pinned)
     key = f"{device} {way}"
     found, last = kept.get(key, (None, None))
     if last is not None:
@@ -94,80 +100,28 @@ def copy_row(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
+def download(tensors: list[Tensor], layout: Layout, window: Run) -> torch.cuda.Stream | None:
     """Copy a row of tensors, from wherever they lie, into a window, and wait until they are there.
 
     Returns:
         The stream that was waited for; None if the host made all copies.
     """
     gpu = gpu_of(tensors)
-    if gpu is None and window.memory.device.type == "cpu":
+    if gpu is None:
         torch._foreach_copy_(window.views(layout), tensors)
         return None
-    gpu = gpu or window.memory.device
-    stream = torch.cuda.current_stream(gpu)
+    stream, near = torch.cuda.current_stream(gpu), window.memory.device == gpu
+    flat = window.memory if near else torch.empty(layout.size, dtype=torch.uint8, device=gpu)
     mine = [i for i, t in enumerate(tensors) if t.device == gpu]
-    rest = [i for i, t in enumerate(tensors) if t.device != gpu] if len(mine) < len(tensors) else []
-    if window.memory.device == gpu:
-        views = window.views(layout)
-        _copy_some(views, tensors, mine)
-        if rest:
-            part = layout.part(rest)
-            host = _staging(gpu, "down", part.size)
-            torch._foreach_copy_(part.views(host), [tensors[i].cpu() for i in rest])
-            up = part.views(host.to(gpu, non_blocking=True))
-            copy_row([views[i] for i in rest], up)
-        stream.synchronize()
-        return stream
-    flat = torch.empty(layout.size, dtype=torch.uint8, device=gpu)
-    _copy_some(layout.views(flat), tensors, mine)
-    there = window.memory[: layout.size]
-    direct = _registered(window, gpu)
-    host = there if direct else _staging(gpu, "down", layout.size)
-    host.copy_(flat, non_blocking=True)
-    stream.synchronize()
-    if not direct:
-        there.copy_(host)
-    if rest:  # over what lay between the others
+    _copy_some(window.views(layout) if near else layout.views(flat), tensors, mine)
+    if not near:
+        copy_down(flat, window, 0, layout.size)
+    if len(mine) < len(tensors):  # over what lay between the others
+        rest = sorted({*range(len(tensors))} - {*mine})
         _copy_some(window.views(layout), tensors, rest)
+    if near:
+        stream.synchronize()
     return stream
-
-
-@torch.no_grad()
-def copy_down(run: Tensor, window: Any, begin: int, end: int) -> None:
-    """Copy a part of a GPU's run of bytes to a window of its size, and wait until it is there."""
-    stream, there = torch.cuda.current_stream(run.device), window.memory[begin:end]
-    direct = _registered(window, run.device)
-    host = there if direct else _staging(run.device, "down", end - begin)
-    host.copy_(run[begin:end], non_blocking=True)
-    stream.synchronize()
-    if not direct:
-        there.copy_(host)
-
-
-@torch.no_grad()
-def copy_up(window: Any, run: Tensor, begin: int, end: int) -> None:
-    """Copy a part of a window to a GPU's run; `wait_for_readers` waits until it was read."""
-    stream, there = torch.cuda.current_stream(run.device), window.memory[begin:end]
-    if _registered(window, run.device):
-        _readers.append(stream)
-        run[begin:end].copy_(there, non_blocking=True)
-    else:
-        host = _staging(run.device, "up", end - begin, stream)
-        host.copy_(there)
-        run[begin:end].copy_(host, non_blocking=True)
-
-
-_readers: list[Any] = []
-"""Streams that may still read a window that the other process writes to after its next frame."""
-
-
-def wait_for_readers(waited: Any) -> None:
-    """Wait for all streams that read windows, but one that was waited for."""
-    while _readers:
-        stream = _readers.pop()
-        if stream != waited:
-            stream.synchronize()
 
 
 def _copy_some(into: list[Tensor], tensors: list[Tensor], chosen: list[int]) -> None:
@@ -176,12 +130,58 @@ def _copy_some(into: list[Tensor], tensors: list[Tensor], chosen: list[int]) -> 
     copy_row(into, tensors)
 
 
+@torch.no_grad()
+def copy_down(run: Tensor, window: Run, begin: int, end: int) -> None:
+    """Copy a part of a GPU's run of bytes to a window of its size, and wait until it is there."""
+    there = window.memory[begin:end]
+    direct = _registered(window, run.device)
+    host = there if direct else _staging(run.device, "down", end - begin)
+    host.copy_(run[begin:end], non_blocking=True)
+    torch.cuda.current_stream(run.device).synchronize()
+    if not direct:
+        there.copy_(host)
+
+
+@torch.no_grad()
+def _up(window: Run, run: Tensor, begin: int, end: int) -> torch.cuda.Stream | None:
+    """Copy a part of a window to a GPU's run; returns the stream that still reads the window."""
+    stream, there = torch.cuda.current_stream(run.device), window.memory[begin:end]
+    direct = _registered(window, run.device)
+    if not direct:
+        there = _staging(run.device, "up", end - begin, stream).copy_(there)
+    run[begin:end].copy_(there, non_blocking=True)
+    return stream if direct else None
+
+
+_readers: list[torch.cuda.Stream | None] = []
+"""Streams of a replica that may still read windows of the model, to which the driver may write once
+it has the next answer.
+"""
+
+
+def copy_up(window: Run, run: Tensor, begin: int, end: int) -> None:
+    """Copy a part of a model's window to a replica's run; `wait_for_readers` waits for that."""
+    _readers.append(_up(window, run, begin, end))
+
+
+def wait_for_readers(reading: torch.cuda.Stream | None, waited: torch.cuda.Stream | None) -> None:
+    """Wait for all streams that read windows of models, and for one that reads another window, but
+    for one that was waited for.
+    """
+    for stream in {*_readers, reading} - {waited}:
+        if stream is not None:
+            stream.synchronize()
+    _readers.clear()
+
+
 def total(run: Tensor) -> int:
     """Add the bytes of a run, as numbers of 64 bits."""
     return int(run.view(torch.int64).sum())
 
 
-def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor], Tensor, Any]:
+def upload(
+    layout: Layout, window: Run, device: torch.device
+) -> tuple[list[Tensor], Tensor, torch.cuda.Stream | None]:
     """Give the tensors of a window on a device: where they lie, if that is the device, else in a
     copy of the whole. Those that require a gradient are new objects.
 
@@ -189,23 +189,13 @@ def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor]
         The tensors, memory that begins with their bytes, and the stream on which the window is
         still read; None if it is not.
     """
-    stream = None
-    flat = window.memory
-    if device.type == "cpu" or flat.device.type == "cuda":
-        found = window.views(layout)
-        if flat.device.type == "cuda":
-            stream = torch.cuda.current_stream(flat.device)
-    else:
-        there = flat[: layout.size]
+    flat, stream = window.memory, None
+    if flat.is_cuda:
+        stream = torch.cuda.current_stream(flat.device)
+    elif device.type == "cuda":
         flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
-        if _registered(window, device):
-            stream = torch.cuda.current_stream(device)
-            flat.copy_(there, non_blocking=True)
-        else:
-            host = _staging(device, "up", layout.size, torch.cuda.current_stream(device))
-            host.copy_(there)
-            flat.copy_(host, non_blocking=True)
-        found = layout.views(flat)
+        stream = _up(window, flat, 0, layout.size)
+    found = window.views(layout) if flat is window.memory else layout.views(flat)
     if any([spec.grad for spec in layout.specs]):
         found = [
             view.detach().requires_grad_() if spec.grad else view
@@ -214,18 +204,16 @@ def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor]
     return found, flat, stream
 
 
-def _registered(window: Any, device: torch.device) -> bool:
+def _registered(window: Run, device: torch.device) -> bool:
     """Register a window with CUDA when a GPU first reads or writes it; tell if it is."""
     if window.registered is None:
-        window.registered = window.map is not None and _may_register(device)
+        mapping, at, size = window.map, window.memory.data_ptr(), window.memory.numel()
+        tried = mapping is not None and _may_register(device)
+        window.registered = tried and _register(device, at, size)
         if window.registered:
-            at = window.memory.data_ptr()
-            window.registered = _register(device, at, window.memory.numel())
-            if window.registered:
-                # The mapping must not end before: it is held here, and tensors may hold it longer.
-                end = weakref.finalize(window, _unregister, at, window.map, os.getpid())
-                end.atexit = False
-    return bool(window.registered)
+            # The mapping must not end before: it is held here, and tensors may hold it longer.
+            weakref.finalize(window, _unregister, at, mapping, os.getpid()).atexit = False
+    return window.registered
 
 
 def _register(device: torch.device, address: int, size: int) -> bool:
@@ -237,7 +225,7 @@ def _register(device: torch.device, address: int, size: int) -> bool:
     return not code
 
 
-def _unregister(address: int, mapping: mmap.mmap, process: int) -> None:
+def _unregister(address: int, mapping: mmap.mmap | None, process: int) -> None:
     if os.getpid() == process:  # CUDA does not work in a forked one
         torch.cuda.cudart().cudaHostUnregister(address)
 

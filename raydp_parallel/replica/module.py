@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.devices.layout import ALIGN, Layout, Spec, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row, copy_up
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
@@ -28,7 +29,7 @@ from raydp_parallel.state.look import Codes, build, look
 from raydp_parallel.state.run import same, set_versions, versions_of
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import RunSpec, SlotSpec, StateNews, StateUpdate, Writes
-from raydp_parallel.wire.windows import ALIGN, Layout, Spec, Window, is_dense, specs_of
+from raydp_parallel.wire.windows import Window
 
 _SMALL = 1 << 20
 """Bytes up to which a buffer is new in each forward, and any tensor's contents are kept."""

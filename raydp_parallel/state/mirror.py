@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raydp_parallel.devices import ambient
+from raydp_parallel.devices.layout import Layout, Spec, is_dense
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state.lagging import PLAINLY, Lagging, plainly
 from raydp_parallel.state.look import Structure, check_devices, look
@@ -38,7 +39,7 @@ from raydp_parallel.state.run import (
 )
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
-from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense
+from raydp_parallel.wire.windows import PAGE, Window
 
 _MOST_WINDOWS = 16
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.devices import memory
+from raydp_parallel.devices.layout import ALIGN, Layout, is_dense, specs_of
 from raydp_parallel.wire.messages import RunSpec
-from raydp_parallel.wire.windows import ALIGN, Layout, Window, is_dense, specs_of
+from raydp_parallel.wire.windows import Window
 
 SMALL = 1 << 16
 """Bytes below which tensors are compared by a copy of them all. Larger ones of a CPU module lie in

@@ -9,7 +9,6 @@ memory there. They are valid until the sender's next frame.
 from __future__ import annotations
 
 import errno
-import mmap
 import pickle
 import select
 import socket
@@ -19,19 +18,17 @@ from typing import Any
 import torch
 
 from raydp_parallel.devices import memory
+from raydp_parallel.devices.layout import Cuts, Layout, Run, Spec
 from raydp_parallel.errors import TransferError
 from raydp_parallel.wire import codec
-from raydp_parallel.wire.windows import GpuWindow, Layout, Layouts, Window
+from raydp_parallel.wire.windows import GpuWindow, Window
 
-_HEADER = struct.Struct("!QQQ??q")
-"""The length of the body and of the news, the number of the layout, whether the window lies on a
-GPU, whether a sum of its bytes is given, and the sum."""
+_HEADER = struct.Struct("!QQ")
+"""The lengths of a message and of what describes its tensors."""
 
 _CHUNK = 1 << 20
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _DESCRIPTORS = 64
-_SMALL = 32
-"""How many frames leave most of a window unused before its pages are given back."""
 _ALWAYS, _SELDOM = 8, 1000
 """How many frames are summed at first, and which later ones."""
 
@@ -59,13 +56,13 @@ class Channel:
         self._summed = summed
         self._frames = 0
         self.ipc: torch.device | None = None
-        self._layouts = Layouts()
+        # Layouts that the other end knows, by their specs, and those that this one does, by number.
+        self._known: dict[tuple[tuple[Spec, ...], Cuts], tuple[int, Layout]] = {}
         self._theirs: dict[int, Layout] = {}
+        # Windows of this end and of the other one, by whether they lie on a GPU.
         self._out: dict[bool, Window | GpuWindow] = {}
         self._in: dict[bool, Window | GpuWindow] = {}
-        self._grown = False  # the other end has not let go of the last window on a GPU yet
-        self._reading: Any = None  # the stream that may still copy from the other end's window
-        self._small = 0
+        self._reading: torch.cuda.Stream | None = None  # it may still read the other end's window
         self.sent = self.received = 0
 
     def fileno(self) -> int:
@@ -85,13 +82,20 @@ class Channel:
         try:
             self._send(message, timeout)
         except Exception:  # the other end does not know what was to come with this
-            self._layouts = Layouts()
+            self._known.clear()
             self.drop_windows()
             raise
 
     def _send(self, message: Any, timeout: float | None) -> None:
         packet = codec.encode(message)
-        number, layout, new = self._layouts.of(packet.specs, packet.cuts)
+        geometry = packet.specs, packet.cuts
+        known = self._known.get(geometry)
+        new = None if known else geometry
+        if known is None:
+            if len(self._known) == Run.MOST:
+                self._known.clear()
+            known = self._known[geometry] = len(self._known), Layout(packet.specs, cuts=packet.cuts)
+        number, layout = known
         near = self.ipc is not None and memory.gpu_of(packet.tensors) == self.ipc
         size, export, fds = 0, None, [window.fd for window in packet.windows]
         window = self._out.get(near)
@@ -99,37 +103,29 @@ class Channel:
             size = layout.size + layout.size // 4
             if near:
                 assert self.ipc is not None
-                self._grown = window is not None
                 window = GpuWindow(size, self.ipc)
                 export = window.export
             else:
                 window = Window(size)
                 size, fds = window.size, [window.fd, *fds]
             self._out[near] = window
-        if isinstance(window, Window) and not window.registered:
-            self._small = self._small + 1 if 8 * layout.size < window.size else 0
-            if self._small == _SMALL:
-                window.map.madvise(mmap.MADV_REMOVE)
-        waited = None
+        if isinstance(window, Window):
+            window.used(layout.size)
+        waited = total = None
         if packet.tensors and window is not None:
             waited = memory.download(packet.tensors, layout, window)
-        if self._reading is not None and self._reading != waited:
-            self._reading.synchronize()  # the other end may write there once it has this frame
-        memory.wait_for_readers(waited)
+        # The other end may write to what this one reads once it has this frame.
+        memory.wait_for_readers(self._reading, waited)
         self._reading = None
         self._frames += 1
         summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)
-        summed = summed and layout.size > 0
-        total = memory.total(window.memory[: layout.size]) if summed and window is not None else 0
-        news = b""
-        if new or size or packet.windows:
-            shared = tuple([other.size for other in packet.windows])
-            # Geometry and memory that the other end does not know: the specs of a new layout, the
-            # size of a new window, its description on a GPU, sizes of windows to map privately.
-            known = (packet.specs, packet.cuts) if new else None
-            news = pickle.dumps((known, size, export, shared))
-        header = _HEADER.pack(len(packet.body), len(news), number, near, summed, total)
-        data = b"".join((header, news, packet.body))
+        if summed and layout.size and window is not None:
+            total = memory.total(window.memory[: layout.size])
+        shared = [other.size for other in packet.windows]
+        # The number of the layout and, where the other end does not know them, its geometry, the
+        # size of a new window, its description on a GPU, and sizes of windows to map privately.
+        about = pickle.dumps((number, new, near, size, export, shared, total))
+        data = b"".join((_HEADER.pack(len(packet.body), len(about)), about, packet.body))
         self._sock.settimeout(timeout)
         begun = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
         while begun < len(data):
@@ -164,23 +160,17 @@ class Channel:
             self.close()
             raise OSError(errno.EMFILE, "no free descriptor for memory that another process shares")
         header += self._read(_HEADER.size - len(header))
-        body, length, number, near, summed, total = _HEADER.unpack(header)
-        windows: list[Window] = []
-        news = self._read(length)
+        body, length = _HEADER.unpack(header)
+        number, new, near, size, export, shared, total = pickle.loads(self._read(length))
         data = self._read(body)
-        if news:
-            known, size, export, shared = pickle.loads(news)
-            if export is not None:
-                self._in[True] = GpuWindow(size, self.ipc or device or self._device, export)
-            elif size:
-                self._in[False] = Window(size, fds.pop(0))
-            if known is not None:
-                self._theirs[number] = Layout(known[0], cuts=known[1])
-            for each, fd in zip(shared, fds, strict=True):
-                windows.append(Window(each, fd, private=True))
-        if self._grown:
-            self._grown = False
-            torch.cuda.ipc_collect()
+        if export is not None:
+            self._in[near] = GpuWindow(size, self.ipc or device or self._device, export)
+        elif size:
+            self._in[near] = Window(size, fds.pop(0))
+        if new is not None:
+            self._theirs[number] = Layout(new[0], cuts=new[1])
+        pairs = zip(shared, fds, strict=True)
+        windows = [Window(bytes_, fd, private=True) for bytes_, fd in pairs]
         layout = self._theirs[number]
         self.received += layout.size
         if not layout.specs:
@@ -189,7 +179,7 @@ class Channel:
             self._in[near] = Window(0)
         window = self._in[near]
         found, whole, self._reading = memory.upload(layout, window, device or self._device)
-        if summed and memory.total(whole[: layout.size]) != total:
+        if total is not None and memory.total(whole[: layout.size]) != total:
             raise TransferError(
                 f"a message between driver and replica came with other bytes than were sent, by "
                 f"the way {'ipc' if near else 'host'!r}: the values of this step are lost. "

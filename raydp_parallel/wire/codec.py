@@ -10,14 +10,15 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.devices.layout import Cuts, Layout, Spec, is_dense
 from raydp_parallel.wire import pickling
-from raydp_parallel.wire.windows import Cuts, Layout, Spec, Window, dense, is_dense
+from raydp_parallel.wire.windows import Window
 
 _opening = threading.local()
 
@@ -82,7 +83,7 @@ def _row(begin: int, number: int, present: bytes | None) -> Row:
 class StandIn(Tensor):
     """Stands for a tensor that lies elsewhere: messages get that, which its ``given`` returns."""
 
-    given: Any
+    given: Callable[[], Tensor]
 
 
 class Parcel(NamedTuple):
@@ -102,7 +103,7 @@ class _ValuePickler(pickling.Pickler):
         super().__init__(file)
         self.tensors: list[Tensor] = []
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> pickling.Reduced:
         if isinstance(value, Tensor):
             self.tensors.append(value.given() if isinstance(value, StandIn) else value)
             return _tensor, (len(self.tensors) - 1,)
@@ -141,33 +142,29 @@ class _MessagePickler(pickle.Pickler):
         self.windows: list[Window] = []
         self.cuts: list[tuple[int, int]] = []
 
-    def reducer_override(self, value: Any) -> Any:
-        kind: Any = type(value)
-        if kind is Row:
+    def reducer_override(self, value: object) -> pickling.Reduced:
+        if type(value) is Row:
             return self._reduce_row(value)
-        if kind is Window:
+        if type(value) is Window:
             self.windows.append(value)
             return _window, (len(self.windows) - 1,)
-        if kind is Tensor or kind is nn.Parameter:
+        if type(value) is Tensor or type(value) is nn.Parameter:
             if value.layout is not torch.strided or value.is_nested or value.is_quantized:
                 return _reduce_composed(value)
             if value.is_meta:
                 return NotImplemented
             plain = value
-            if value.is_conj() or value.is_neg():
-                plain = plain.detach().resolve_conj().resolve_neg()
-            if plain._is_zerotensor():  # which has no memory
-                plain = plain.detach().clone()
-            plain = dense(plain)
-            spec = (plain.dtype, plain.shape, plain.stride(), value.requires_grad)
-            self.specs.append(tuple.__new__(Spec, spec))
+            if not is_dense(value):  # a copy has no gaps, and the same order of strides
+                plain = value.clone(memory_format=torch.preserve_format)
+            spec = Spec(plain.dtype, plain.shape, plain.stride(), value.requires_grad)
+            self.specs.append(spec)
             self.tensors.append(plain)
             return _tensor, (len(self.tensors) - 1,)
         if isinstance(value, Tensor):
             return _reduce_subclass(value)
         return NotImplemented
 
-    def _reduce_row(self, row: Row) -> Any:
+    def _reduce_row(self, row: Row) -> pickling.Reduced:
         """Take all tensors of a row in one loop: functions of Python cost more than the rest."""
         begin, specs, tensors = len(self.tensors), [], list[Tensor]()
         for t in row:
@@ -175,7 +172,6 @@ class _MessagePickler(pickle.Pickler):
                 continue
             odd = (type(t) is not Tensor and type(t) is not nn.Parameter) or t.is_meta
             odd = odd or t.layout is not torch.strided or t.is_nested or t.is_quantized
-            odd = odd or t.is_conj() or t.is_neg() or t._is_zerotensor()
             if odd or not (t.is_contiguous() or is_dense(t)):
                 return Row, ([*row],)
             spec = (t.dtype, t.shape, t.stride(), row.flags and t.requires_grad)
@@ -190,7 +186,7 @@ class _MessagePickler(pickle.Pickler):
         return _row, (begin, len(self.cuts) - 1, present)
 
 
-def encode(message: Any) -> Packet:
+def encode(message: object) -> Packet:
     """Pickle a message; its tensors stand beside it."""
     file = io.BytesIO()
     pickler = _MessagePickler(file)
@@ -199,45 +195,38 @@ def encode(message: Any) -> Packet:
     return Packet(file.getvalue(), tuple(pickler.specs), pickler.tensors, pickler.windows, cuts)
 
 
-_COMPRESSED = {
-    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
-    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
-}
-
-
-def _reduce_composed(value: Tensor) -> Any:
+def _reduce_composed(value: Tensor) -> pickling.Reduced:
     """Reduce a tensor to the plain ones that it is made of."""
     plain, grad = value.detach(), value.requires_grad
     if plain.is_nested and plain.numel():
-        return _nested, (list(plain.unbind()), plain.layout is torch.jagged, grad)
+        return _nested, (list(plain.unbind()), grad)
     if plain.layout is torch.sparse_coo:
         parts = plain._indices(), plain._values()
         return _coo, (*parts, tuple(plain.shape), plain.is_coalesced(), grad)
-    if plain.layout in _COMPRESSED:
-        outer, inner = _COMPRESSED[plain.layout]
-        rows = outer(plain), inner(plain), plain.values()
-        return _compressed, (*rows, tuple(plain.shape), str(plain.layout)[6:], grad)
+    rows = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
+    if rows or plain.layout in (torch.sparse_csc, torch.sparse_bsc):
+        outer = plain.crow_indices() if rows else plain.ccol_indices()
+        inner = plain.col_indices() if rows else plain.row_indices()
+        return _compressed, (outer, inner, plain.values(), tuple(plain.shape), plain.layout, grad)
+    return _reduce_whole(value)
+
+
+def _reduce_subclass(value: Tensor) -> pickling.Reduced:
+    kind = type(value)
+    if hasattr(kind, "__tensor_flatten__") or value.layout is not torch.strided:
+        return _reduce_whole(value)
+    plain = value.detach().as_subclass(Tensor)
+    return _subclass, (plain, pickling.dumps(kind), value.requires_grad)
+
+
+def _reduce_whole(value: Tensor) -> pickling.Reduced:
     file = io.BytesIO()
-    torch.save(plain.clone(), file)  # a clone: the storage may hold other tensors
-    return _saved, (file.getvalue(), grad)
+    torch.save(value.detach().clone(), file)  # a clone: the storage may hold other tensors
+    return _saved, (file.getvalue(), value.requires_grad)
 
 
-def _reduce_subclass(value: Tensor) -> Any:
-    kind = pickling.dumps(type(value))
-    grad, inside = value.requires_grad, hasattr(type(value), "__tensor_flatten__")
-    if not inside and value.layout is torch.strided:
-        plain = value.detach().as_subclass(Tensor)
-        return _subclass, (plain, kind, grad)
-    file = io.BytesIO()
-    torch.save(value.detach().clone(), file)
-    return _saved, (file.getvalue(), grad)
-
-
-def _nested(parts: list[Tensor], jagged: bool, grad: bool) -> Tensor:
-    layout = torch.jagged if jagged else torch.strided
-    return torch.nested.nested_tensor(parts, layout=layout, requires_grad=grad)
+def _nested(parts: list[Tensor], grad: bool) -> Tensor:
+    return torch.nested.nested_tensor(parts, requires_grad=grad)
 
 
 def _coo(i: Tensor, v: Tensor, shape: tuple[int, ...], coalesced: bool, grad: bool) -> Tensor:
@@ -248,9 +237,8 @@ def _coo(i: Tensor, v: Tensor, shape: tuple[int, ...], coalesced: bool, grad: bo
 
 
 def _compressed(
-    outer: Tensor, inner: Tensor, v: Tensor, shape: tuple[int, ...], layout: str, grad: bool
+    outer: Tensor, inner: Tensor, v: Tensor, shape: tuple[int, ...], kind: torch.layout, grad: bool
 ) -> Tensor:
-    kind = getattr(torch, layout)
     parts = outer.clone(), inner.clone(), v.clone()
     made = torch.sparse_compressed_tensor(*parts, shape, layout=kind, device=v.device)
     return made.requires_grad_(grad)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from raydp_parallel.devices import memory
+from raydp_parallel.devices.layout import Layout, Run
 from raydp_parallel.wire import codec
-from raydp_parallel.wire.windows import Layout, Run
 
 Flat = tuple[bytes, bytes, Any]
 """A message: its pickle, the pickled specs of its tensors, and their bytes as an array."""

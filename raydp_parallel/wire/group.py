@@ -31,8 +31,9 @@ import torch
 from torch import Tensor, distributed
 
 from raydp_parallel.devices import memory
+from raydp_parallel.devices.layout import ALIGN, alone, specs_of
 from raydp_parallel.wire.messages import ExchangeRequest
-from raydp_parallel.wire.windows import ALIGN, Window, alone, specs_of
+from raydp_parallel.wire.windows import Window
 
 dist: Any = distributed  # torch's stubs lack most of what is needed to make a group directly
 

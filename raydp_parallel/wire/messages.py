@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.devices.ambient import CallContext
+from raydp_parallel.devices.layout import Cuts, Spec
 from raydp_parallel.wire.codec import Parcel, Row
-from raydp_parallel.wire.windows import Cuts, Spec, Window
+from raydp_parallel.wire.windows import Window
 
 
 class ExchangeRequest(NamedTuple):

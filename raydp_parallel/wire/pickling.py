@@ -26,6 +26,11 @@ from torch import Tensor, nn
 
 from raydp_parallel.errors import TransferError
 
+Reduced = Any
+"""A description of a value for pickle: a name, a function with its arguments, or `NotImplemented`,
+with which pickle does as it likes.
+"""
+
 _NAMES: dict[Any, str] = {"<stdin>": "stdin", "<stdout>": "stdout", "<stderr>": "stderr"}
 _NAMES |= {0: "stdin", 1: "stdout", 2: "stderr"}
 """The names that standard streams have when Python opened them, or when a number did."""

@@ -1,4 +1,4 @@
-"""Memory that two processes of one machine share, and how a row of tensors lies in it.
+"""Memory that two processes of one machine share.
 
 A window belongs to one direction of one channel. It only grows. Its contents are valid until the
 answer: who keeps a tensor longer clones it. So nothing here is lent, counted or returned.
@@ -8,158 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import math
 import mmap
 import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices.layout import Run, Spec
+
 _MAP_FIXED = 0x10
-ALIGN = 64
+_SELDOM = 32
+"""How many frames leave most of a window unused before its pages are given back."""
 PAGE = mmap.PAGESIZE
-
-
-class Spec(NamedTuple):
-    """The geometry of one tensor: its values are one run, in whatever order dimensions lie."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    grad: bool
-
-
-def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
-    """Describe dense tensors that require no gradient."""
-    # Without Spec's own constructor, which is a function of Python.
-    return [tuple.__new__(Spec, (t.dtype, t.shape, t.stride(), False)) for t in tensors]
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Tell if a strided tensor's elements fill one run of memory, each in a place of its own."""
-    if tensor.is_contiguous():
-        return True
-    run = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != run:
-                return False
-            run *= size
-    return True
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy without gaps that keeps the order of its strides."""
-    if is_dense(tensor):
-        return tensor
-    return tensor.clone(memory_format=torch.preserve_format)
-
-
-Cuts = tuple[tuple[int, int], ...]
-"""Rows among tensors, each as the numbers of its first one and of the one after its last."""
-
-
-class Layout:
-    """Offsets of tensors in a window; equal rows of specs have one layout.
-
-    Args:
-        specs: The tensors' geometry.
-        align: Each begins at a multiple of so many bytes.
-        cuts: Rows among them. A row's tensors lie together, sorted by dtype, so that those of each
-            dtype are one run.
-
-    Attributes:
-        offsets: Where each tensor begins.
-        size: The bytes of all.
-        rows: The layout of each row alone, and where it begins.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[Spec],
-        align: int = ALIGN,
-        cuts: Cuts = (),
-    ) -> None:
-        self.specs = tuple(specs)
-        self.offsets = [0] * len(self.specs)
-        self.rows: list[tuple[int, Layout]] = []
-        self._runs: list[tuple[torch.dtype, int, int]] = []
-        self.size = 0
-        for begin, after in cuts:
-            row = alone(self.specs[begin:after])
-            self.offsets[begin:after] = [self.size + offset for offset in row.offsets]
-            self.rows.append((self.size, row))
-            self.size += row.size
-        in_rows = {i for begin, after in cuts for i in range(begin, after)}
-        rest = [i for i in range(len(self.specs)) if i not in in_rows]
-        for dtype in dict.fromkeys([self.specs[i].dtype for i in rest]):
-            begin = self.size
-            for i in rest:
-                if self.specs[i].dtype == dtype:
-                    self.offsets[i] = self.size
-                    end = self.size + dtype.itemsize * math.prod(self.specs[i].shape)
-                    self.size = -(-end // align) * align
-            self._runs.append((dtype, begin, self.size))
-
-    def runs(self, memory: Tensor) -> list[Tensor]:
-        """Show all tensors of each dtype as one, with what lies between them."""
-        return [memory[begin:end].view(dtype) for dtype, begin, end in self._runs]
-
-    def views(self, memory: Tensor) -> list[Tensor]:
-        """Show the tensors in a flat run of bytes, on whatever device it lies."""
-        whole = {}
-        for dtype in {spec.dtype for spec in self.specs}:
-            size = memory.numel() // dtype.itemsize * dtype.itemsize
-            whole[dtype] = (memory if size == memory.numel() else memory[:size]).view(dtype)
-        begin = memory.storage_offset()
-        found = []
-        for spec, offset in zip(self.specs, self.offsets, strict=True):
-            at = (begin + offset) // spec.dtype.itemsize
-            found.append(whole[spec.dtype].as_strided(spec.shape, spec.stride, at))
-        return found
-
-    def part(self, numbers: Sequence[int]) -> Layout:
-        """Lay out some of the tensors alone."""
-        return Layout([self.specs[i] for i in numbers])
-
-
-@functools.lru_cache(maxsize=512)
-def alone(specs: tuple[Spec, ...]) -> Layout:
-    """Lay out one row: the same object for equal specs, whichever process or channel sent them."""
-    return Layout(specs)
-
-
-class Run:
-    """Memory in which rows of tensors lie.
-
-    Attributes:
-        memory: All of it, as a flat tensor of bytes.
-        map: Maps it into this process; None on a GPU.
-        registered: True if CUDA knows it as memory of the host; None if that was not tried.
-    """
-
-    memory: Tensor
-    map: mmap.mmap | None = None
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.registered: bool | None = None
-        self._views: dict[int, tuple[Layout, list[Tensor]]] = {}
-
-    def views(self, layout: Layout) -> list[Tensor]:
-        """Show a row of tensors here; made once for each layout."""
-        found = self._views.get(id(layout))
-        if found is None:
-            if len(self._views) >= 2 * Layouts.MOST:
-                self._views.clear()
-            found = self._views[id(layout)] = layout, layout.views(self.memory)
-        return found[1]
 
 
 class GpuWindow(Run):
@@ -232,7 +97,7 @@ class Window(Run):
         if fd is None:
             fd = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
             os.ftruncate(fd, self.size)
-        self.fd = fd
+        self.fd, self._unused = fd, 0
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self.map = mmap.mmap(fd, self.size, flags=flags)
         self.memory = torch.frombuffer(self.map, dtype=torch.uint8)
@@ -240,15 +105,19 @@ class Window(Run):
         weakref.finalize(self.map, os.close, fd).atexit = False
         _mapped[self.map] = self.memory.data_ptr(), self.size, fd
 
+    def used(self, size: int) -> None:
+        """Note how much a frame needs, and give pages back that frames have not needed for long."""
+        self._unused = self._unused + 1 if 8 * size < self.size else 0
+        if self._unused == _SELDOM and not self.registered:
+            self.map.madvise(mmap.MADV_REMOVE)
+
     def duplicate(self) -> int:
         """Return another descriptor of the memory, for another window on it."""
         return os.dup(self.fd)
 
     def alone(self, spec: Spec, offset: int) -> Tensor:
         """Show one tensor with a storage of its own: `torch.save` writes whole storages."""
-        count = 1
-        for n in spec.shape:
-            count *= n
+        count = math.prod(spec.shape)
         run = torch.frombuffer(self.map, dtype=spec.dtype, count=count, offset=offset)
         return run.as_strided(spec.shape, spec.stride)
 
@@ -260,35 +129,10 @@ _mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int, int]] = weakref.We
 def _make_private() -> None:
     """Map all windows privately, in a forked child: what it changes stays there."""
     libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    whole: Any = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mmap.argtypes = whole
     rights = mmap.PROT_READ | mmap.PROT_WRITE
-    for at, size, fd in [*_mapped.values()]:
-        libc.mmap(at, size, rights, mmap.MAP_PRIVATE | _MAP_FIXED, fd, 0)
+    for at, length, fd in [*_mapped.values()]:
+        where = ctypes.c_void_p(at), ctypes.c_size_t(length)
+        libc.mmap(*where, rights, mmap.MAP_PRIVATE | _MAP_FIXED, fd, ctypes.c_long(0))
 
 
 os.register_at_fork(after_in_child=_make_private)
-
-
-class Layouts:
-    """The layouts that one end of a channel has sent, by their specs."""
-
-    MOST = 256
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[int, Layout]] = {}
-        self._next = 0
-
-    def of(self, specs: tuple[Spec, ...], cuts: Cuts = ()) -> tuple[int, Layout, bool]:
-        """Return the number of a layout, the layout, and whether it is new."""
-        found = self._known.get((specs, cuts))
-        if found is not None:
-            return *found, False
-        if len(self._known) >= self.MOST:  # shapes that never come again
-            self._known.clear()
-            self._next = 0
-        self._next += 1
-        layout = Layout(specs, cuts=cuts)
-        self._known[specs, cuts] = self._next, layout
-        return self._next, layout, True

@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from raydp_parallel.devices import memory
 from raydp_parallel.devices.cuda import describe
+from raydp_parallel.devices.layout import is_dense
 from raydp_parallel.errors import TransferError
 from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.server import ReplicaServer
@@ -48,7 +49,6 @@ from raydp_parallel.state.lagging import plainly
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.messages import Answer
-from raydp_parallel.wire.windows import is_dense
 
 CPU = torch.device("cpu")
 PINNED = torch.device("cpu", 7)
