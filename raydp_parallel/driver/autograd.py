@@ -34,7 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
@@ -52,7 +53,7 @@ from raydp_parallel.driver.gradients import Leaf, Numbers, Sums
 from raydp_parallel.errors import ExecutorClosed, StateChanged
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.lagging import plainly
+from raydp_parallel.state.lagging import PLAINLY
 from raydp_parallel.state.mirror import Mark, Master
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire.codec import Row
@@ -98,10 +99,6 @@ class Part(NamedTuple):
         return [*self.leaves, *self.inputs]
 
 
-Like = tuple[torch.Size, torch.dtype, torch.device]
-"""The shape, dtype and device of a tensor."""
-
-
 class CallNode:
     """Describes one call to backward.
 
@@ -116,8 +113,6 @@ class CallNode:
         token: The output of its `Fork`.
         shared: True if it shares nodes with another call.
         parts: Its chunks that have a graph, by number.
-        outputs: For chunks that exchange tensors, a description of each output; None without a
-            gradient.
         passes: Gradients that each running pass of torch's engine brought, by its number.
     """
 
@@ -137,7 +132,6 @@ class CallNode:
         self.shared = bool(parents)
         self.token: Tensor | None = None
         self.parts: dict[int, Part] = {}
-        self.outputs: dict[int, list[Like | None]] = {}
         self.passes: dict[int, EnginePass] = {}
 
     @property
@@ -149,7 +143,6 @@ class CallNode:
             found = self.passes[task] = EnginePass({}, [], [])
         return found
 
-    @plainly
     def settle(
         self, sums: Mapping[int, Tensor], needed: Set[int], filled: Set[str]
     ) -> list[Tensor | None]:
@@ -166,7 +159,7 @@ class CallNode:
         for at, (leaf, kind) in enumerate(self.leaves):
             grad = sums.get(at)
             if grad is None and at in needed and kind in filled:
-                grad = torch.zeros_like(leaf)
+                grad = PLAINLY(torch.zeros_like, (), (leaf,))  # fetches nothing
             found.append(grad)
         return found
 
@@ -176,27 +169,11 @@ Stash = dict[CallNode, dict[int, dict[int, Tensor]]]
 
 
 class EnginePass(NamedTuple):
-    """Gradients and handles that one pass of the engine brought so far.
+    """Gradients and handles that one pass of the engine brought so far."""
 
-    Attributes:
-        grads: The gradients, of the call's outputs and of those of calls derived from it.
-        pinned: Handles that keep the remote graphs until the trip.
-        made: Gradients on GPUs, each with the stream that writes it.
-    """
-
-    grads: Stash
-    pinned: list[GraphHandle]
-    made: list[tuple[Tensor, Any]]
-
-    def wait(self) -> None:
-        """Let this thread's streams wait for the gradients. Torch does not: what the Joins hand on
-        is nothing, and Fork runs on no GPU, so on the stream of whoever called backward.
-        """
-        for grad, stream in self.made:
-            here = torch.cuda.current_stream(grad.device)
-            if here != stream:
-                here.wait_stream(stream)
-                grad.record_stream(here)
+    grads: Stash  # of the call's outputs, and of those of calls derived from it
+    pinned: list[GraphHandle]  # which keep the remote graphs until the trip
+    made: list[tuple[Tensor, torch.cuda.Stream]]  # on GPUs, each with the stream that writes it
 
 
 class GraphHandle:
@@ -220,10 +197,6 @@ def attach(call: CallNode, handle: GraphHandle, rows: Mapping[int, list[Tensor]]
     """Make the outputs that require a gradient part of torch's graph, in each chunk's list."""
     tokens = [parent.token for parent in call.parents]
     token = call.token = Fork.apply(call, *tokens, *[leaf.tensor for leaf in call.leaves])
-    if call.group is not None:  # not the tensors: these hold the call
-        for chunk, row in rows.items():
-            like = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in row]
-            call.outputs[chunk] = like
 
     def unpack(packed: tuple[GraphHandle, Tensor]) -> Tensor:
         call.now.pinned.append(packed[0])
@@ -236,11 +209,27 @@ def attach(call: CallNode, handle: GraphHandle, rows: Mapping[int, list[Tensor]]
                     row[k] = Join.apply(call, chunk, k, token, tensor.requires_grad_(False))
 
 
+class ForkNode(FunctionCtx):
+    """A Fork's node in torch's graph."""
+
+    call: weakref.ref[CallNode]
+    next_functions: Sequence[tuple[Node | None, int]]
+
+
+class JoinNode(FunctionCtx):
+    """A Join's node."""
+
+    call: CallNode
+    chunk: int
+    number: int
+    saved_tensors: tuple[Tensor, ...]
+
+
 class Fork(Function):
     """Leaves in, a token out. Saves no tensor, so it may run again."""
 
     @staticmethod
-    def forward(ctx: Any, call: CallNode, *_: Tensor) -> Tensor:
+    def forward(ctx: ForkNode, call: CallNode, *_: Tensor) -> Tensor:
         # The call holds the token, and the token holds this node. What makes the engine run the
         # node, a Join or a derived call, holds the call.
         ctx.call = weakref.ref(call)
@@ -250,8 +239,9 @@ class Fork(Function):
     @staticmethod
     @exceptions.ShortTraceback()
     @ambient.uncompiled
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        call: CallNode = ctx.call()
+    def backward(ctx: ForkNode, *_: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call()
+        assert call is not None
         if call.executor.closed:
             raise ExecutorClosed(
                 "backward: the executor was closed, by close() or shutdown(), after the forward, "
@@ -260,8 +250,23 @@ class Fork(Function):
             )
         # Taken out: a pass that fails leaves nothing for the next one.
         ending = call.passes.pop(torch._C._current_graph_task_id())
-        ending.wait()
-        running, captured = _running(ctx)
+        # Torch does not wait for the streams that write the gradients: what the Joins hand on is
+        # nothing, and Fork runs on no GPU, so on the stream of whoever called backward.
+        for grad, stream in ending.made:
+            here = torch.cuda.current_stream(grad.device)
+            if here != stream:
+                here.wait_stream(stream)
+                grad.record_stream(here)
+        # Which leaves, and calls that it is derived from, does this pass go on to?
+        # ``needs_input_grad`` is True for all of them, even under ``autograd.grad(y, x)``.
+        running, captured = set(), False
+        for at, edge in enumerate(ctx.next_functions):
+            try:
+                if edge[0] is not None and torch._C._will_engine_execute_node(edge[0]):
+                    running.add(at)
+            except RuntimeError:  # of a leaf whose gradient is captured: ``.grad`` stays as it is
+                running.add(at)
+                captured = True
         derived = len(call.parents)
         for at, parent in enumerate(call.parents):
             if at in running:
@@ -280,7 +285,7 @@ class Join(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
+        ctx: JoinNode, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
     ) -> Tensor:
         ctx.call, ctx.chunk, ctx.number = call, chunk, number
         ctx.save_for_backward(token)
@@ -290,29 +295,13 @@ class Join(Function):
 
     @staticmethod
     @ambient.uncompiled
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: JoinNode, *grads: Tensor) -> tuple[None, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
         now = ctx.call.now
         now.grads.setdefault(ctx.call, {}).setdefault(ctx.chunk, {})[ctx.number] = grads[0]
         if grads[0].is_cuda:
             now.made.append((grads[0], torch.cuda.current_stream(grads[0].device)))
         return None, None, None, None, None
-
-
-def _running(ctx: Any) -> tuple[set[int], bool]:
-    """Tell which inputs of a Fork this pass of the engine goes on to, and whether it hands out
-    gradients and leaves ``.grad`` as it is. ``needs_input_grad`` is True for all of them, even
-    under ``autograd.grad(y, x)``.
-    """
-    running, captured = set(), False
-    for at, (node, _) in enumerate(ctx.next_functions):
-        try:
-            if node is not None and torch._C._will_engine_execute_node(node):
-                running.add(at)
-        except RuntimeError:  # of a leaf whose gradient is captured
-            running.add(at)
-            captured = True
-    return running, captured
 
 
 class Backward:
@@ -326,8 +315,10 @@ class Backward:
 
     def __init__(self, call: CallNode, stash: Stash, needed: Set[int]) -> None:
         self._call, self._stash, self._needed = call, stash, needed
-        if call.group is not None:  # all take part, or none
-            _fill(call, stash)
+        if call.group is not None:  # all take part, or none: replicas add zeros
+            for grads in stash.values():
+                for i in call.parts:
+                    grads.setdefault(i, {})
         self._chunks = sorted(set[int]().union(*stash.values()))
         self._kept: Set[int] = set()  # the leaves whose gradients stay in the replicas
         self._graphs: dict[int, RemoteGraph] = {}  # that are made under create_graph, by chunk
@@ -537,18 +528,6 @@ def _given(stash: Stash, chunk: int) -> Given:
         if chunk in grads:
             found.append((call.parts[chunk].graph, sorted(grads[chunk].items())))
     return found
-
-
-def _fill(call: CallNode, stash: Stash) -> None:
-    """Give every chunk of a call that exchanges tensors a gradient, zeros where it has none."""
-    for one, found in stash.items():
-        for i in call.parts:
-            if i not in found:
-                found[i] = {}
-                for k, like in enumerate(one.outputs[i]):
-                    if like is not None:
-                        shape, dtype, device = like
-                        found[i][k] = torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _Trip:

@@ -75,33 +75,26 @@ class Sums:
 
     def take(self, at: int, answer: Answer) -> None:
         """Add a chunk's gradients, in memory that is only lent."""
-        if answer.failure is None:
-            (row, inputs), (numbers, others) = answer.value, self._chunks[at]
-            self._add(row, numbers)  # [12] sum
-            self._add_apart(inputs, others)
-
-    def _add(self, row: Row, numbers: Numbers) -> None:
-        layout = row.layout
+        if answer.failure is not None:
+            return
+        (row, inputs), (numbers, others) = answer.value, self._chunks[at]
+        layout, alike = row.layout, False
+        if self._first is not None:  # a layout is one object for all rows of equal specs
+            first, its = self._first
+            alike = layout is first.layout and row.present == first.present and numbers == its
         if layout is not None and not self._begun:
             self._first, self._run, self._lent = (row, numbers), row.memory, True
-        elif layout is not None and self._lies_as_first(row, numbers):
+        elif layout is not None and alike:
             into = _memory(layout.size, self._run.device) if self._lent else self._run
             runs = map(layout.runs, (self._run, row.memory, into))
             for total, grads, out in zip(*runs, strict=True):
-                torch.add(total, grads, out=out)
+                torch.add(total, grads, out=out)  # [12] sum
             self._run, self._lent = into, False
         else:
             self._take_apart()
             self._add_apart(row, numbers)
         self._begun = True
-
-    def _lies_as_first(self, row: Row, numbers: Numbers) -> bool:
-        if self._first is None:
-            return False
-        first, its = self._first
-        # A layout is one object for all rows of equal specs.
-        alike = row.layout is first.layout and row.present == first.present
-        return alike and (numbers is its or numbers == its)
+        self._add_apart(inputs, others)
 
     def own(self) -> None:
         """Copy what is only lent, before a replica writes there."""

@@ -316,8 +316,13 @@ class Replica:
         home, terms = self.graphs[request.graph], request.terms
         outputs = [self.graphs[key].outputs[k] for key, numbers in request.outputs for k in numbers]
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
-        grads = [grad.detach().clone() for grad in request.grads]
-        create = request.derived is not None
+        given = [grad.detach().clone() for grad in request.grads]
+        grads, create = [*given], request.derived is not None
+        for key, numbers in request.outputs:
+            if not numbers:  # it only takes part in the layers of the others
+                idle = [t for t in self.graphs[key].outputs if t.requires_grad]
+                outputs += idle
+                grads += map(torch.zeros_like, idle)
         for grad in grads if create else ():
             grad.requires_grad_()
         home.found.move(request.moved)
@@ -342,8 +347,8 @@ class Replica:
         notes.writes = home.module.end_backward(home.found, begun, before)
         if request.derived is not None:
             made = [grad for grad in found if grad is not None]
-            slots: list[int | None] = [None] * len(grads)
-            graph = Graph(made, grads, slots, home.module, home.built, home.found, derived=True)
+            slots: list[int | None] = [None] * len(given)
+            graph = Graph(made, given, slots, home.module, home.built, home.found, derived=True)
             self.graphs[request.derived] = graph
         if keeps:
             notes.reached = self.resident(home.module).keep(

@@ -124,7 +124,8 @@ class BackwardRequest(NamedTuple):
 
     terms: Terms
     graph: int  # the graph of the forward whose leaves get gradients
-    outputs: tuple[tuple[int, tuple[int, ...]], ...]  # graphs, and which outputs have a gradient
+    # Graphs, and which outputs have a gradient; if none has, all have zeros.
+    outputs: tuple[tuple[int, tuple[int, ...]], ...]
     grads: list[Tensor]  # these gradients, in the same order
     needed: bytes  # the fate of each leaf's gradient
     partial: bool  # the caller's pass leaves out some leaves
