@@ -583,19 +583,18 @@ class DataParallel(nn.DataParallel[T]):
         with torch.no_grad():
             chunks = self._chunks(self._loss, inputs, kwargs, split)
             slots = self.executor.slots(ids)
-            waits: list[Any] = []
+            given = []
             for i, (a, k) in enumerate(zip(chunks.args, chunks.kwargs, strict=True), first):
                 replica_ = functional.RemoteReplica(
                     self.module, ids[i], slots[i], self.executor, True, chunks.called
                 )
                 where = f"in replica {i} on device {ids[i]}" if split else None
-                chunk = replica_.chunk(a, k, where, self.dim)
-                # The module stays as it is from the first batch on.
-                waits.append(forward.begin(self.executor, chunk, len(ids), at == 0 and i == first))
+                given.append(replica_.chunk(a, k, where, self.dim))
+            flight = forward.start(self.executor, given, at_once=len(ids))
 
         def finish() -> Any:
             with exceptions.ShortTraceback():
-                outputs = [wait() for wait in waits]
+                outputs = flight.finish()
             called = chunks.called
             if not split and not (isinstance(called, LossCall) and called.reduction != "none"):
                 return outputs[0]

@@ -26,9 +26,8 @@ handles free everything.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -40,21 +39,14 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
-from raydp_parallel.driver.dispatcher import (
-    ChunkCall,
-    RemoteGraph,
-    apply_warnings,
-    home_of,
-    own,
-    raise_first,
-)
-from raydp_parallel.driver.executor import Executor, taken
+from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph, own
+from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Leaf, Numbers, Sums
-from raydp_parallel.errors import ExecutorClosed, StateChanged
+from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY
-from raydp_parallel.state.mirror import Mark, Master
+from raydp_parallel.state.mirror import Mark
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import (
@@ -75,23 +67,17 @@ class Part(NamedTuple):
 
     Attributes:
         graph: Its graph.
-        slot: The slot that it is for.
-        master: Its model.
+        chunk: Its number, its slot, its model.
         mark: The model's tensors after the forward.
         leaves: Which of the call's leaves those of the module are.
         inputs: Which of them its own inputs are.
-        first: True if its writes come back.
-        where: The place that an exception names.
     """
 
     graph: RemoteGraph
-    slot: ReplicaSlot
-    master: Master
+    chunk: Chunk
     mark: Mark
     leaves: Numbers
     inputs: Numbers
-    first: bool
-    where: str | None
 
     @property
     def all(self) -> Numbers:
@@ -107,7 +93,7 @@ class CallNode:
         leaves: The tensors that gradients may be asked for.
         unused: The gradients of unused parameters.
         parents: The calls that it is derived from.
-        group: Makes the chunks' places in a group that exchanges tensors; None if they do not.
+        group: The slots of the chunks, if their layers exchange tensors.
 
     Attributes:
         token: The output of its `Fork`.
@@ -122,7 +108,7 @@ class CallNode:
         leaves: Sequence[Leaf],
         unused: UnusedGrads,
         parents: Sequence[CallNode] = (),
-        group: Any = None,
+        group: Sequence[ReplicaSlot] | None = None,
     ) -> None:
         self.executor = executor
         self.leaves = leaves
@@ -334,7 +320,7 @@ class Backward:
         """
         call, parts = self._call, self._call.parts
         with call.executor.trip():
-            masters = {part.master for part in parts.values()}
+            masters = {part.chunk.master for part in parts.values()}
             resident: Any = masters.pop().resident if len(masters) == 1 else None
             if resident is not None and not captured:
                 resident.begin()
@@ -386,7 +372,8 @@ class Backward:
                     if grad is not None:
                         if leaf is not None:
                             places.append((leaf, i, len(row)))
-                        mine = home_of(grad.detach(), call.leaves[leaf or 0].tensor.device).clone()
+                        home = call.leaves[leaf or 0].tensor.device
+                        mine = grad.detach().to(home).clone()
                         row.append(mine.requires_grad_(grad.requires_grad))
         attach(derived, handle, rows)
         sums: dict[int, Tensor] = {}
@@ -397,115 +384,88 @@ class Backward:
     def _run(self, sums: Sums | None = None) -> list[Answer]:
         """Make one trip; what adds gradients takes them as they come."""
         call, executor, chunks = self._call, self._call.executor, self._chunks
-        context = ambient.capture()
         threads = executor.replica_set.threads(len(call.parts))
         left_out = [leaf for at, (leaf, _) in enumerate(call.leaves) if at not in self._needed]
         partial = any([leaf.requires_grad for leaf in left_out])
-        places: dict[int, ExchangeRequest] = {} if call.group is None else call.group(chunks)
-        summing = {} if self._kept or self._graphs else self._summing()
-        places = {**summing, **places}
+        settings = _Settings(executor, ambient.capture(), threads, partial, self._keep)
+        layers = [] if call.group is None else groups.of_layers(executor, call.group)
+        summing = [] if self._kept or self._graphs else self._summing()
+        seats = layers or summing
         # The chunks of a model mostly have the same mark.
-        marks = {part.master: part.mark for part in call.parts.values()}
+        marks = {part.chunk.master: part.mark for part in call.parts.values()}
         moved = {master: master.moved_since(mark) for master, mark in marks.items()}
         fates: dict[int | None, int] = {None: LEFT_OUT}
         for at, (_, kind) in enumerate(call.leaves):
             fate = SUMMED if summing and kind == "parameter" else SENT
             fates[at] = fate if at in self._needed else LEFT_OUT
-        calls = []
         trips = []
         for i in chunks:
-            part, given, makes = call.parts[i], _given(self._stash, i), self._graphs.get(i)
+            part, makes = call.parts[i], self._graphs.get(i)
             for at in self._kept:
-                has = i in part.master.resident.gradients.having(call.leaves[at].tensor)
+                has = i in part.chunk.master.resident.gradients.having(call.leaves[at].tensor)
                 fates[at] = ADDED if has else KEPT
             trip = _Trip(
-                executor,
+                settings,
                 part,
-                given,
+                _given(self._stash, i),
                 bytes([fates[at] for at in part.all]),
-                Terms(i, context, threads, part.where, part.first, places.get(i)),
-                moved=moved[part.master],
-                partial=partial,
-                keep=self._keep,
-                derived=None if makes is None else makes.key,
+                moved[part.chunk.master],
+                makes,
+                seats[i] if seats else None,
             )
             if makes is not None and call.group is None:
-                makes.recipe = trip.again
+                makes.recipe = [trip]
             trips.append(trip)
-            needs = [part.graph, *(graph for graph, _ in given if graph is not part.graph)]
-            if trip.keeps:
-                needs.insert(0, part.master.resident.gradients.of(i))
-            calls.append(
-                ChunkCall(
-                    part.slot,
-                    "backward",
-                    trip.request,
-                    part.master.number,
-                    needs,
-                    makes,
-                    together=call.group is not None,
-                    home=part.master.home,
-                )
-            )
-        leave = functools.partial(groups.forget, executor) if places else None
-        try:
-            answers = executor.dispatcher.run(  # [11] one trip
-                calls, leave=leave, taking=None if summing else sums
-            )
-        except BaseException:  # some may have been sent, and wait for the others
-            if leave is not None:
-                leave()
-            raise
+        flight = Flight(trips, bool(seats), bool(layers), None if summing else sums)
+        answers = executor.dispatcher.finish(executor.dispatcher.start(flight))  # [11] one trip
         if summing:
-            answers = self._only_sums(calls, answers, summing[0].root)
+            answers = self._only_sums(trips, answers, summing[0].root)
             for at, answer in enumerate(answers):
                 if sums is not None:
                     sums.take(at, answer)
         executor.replica_set.recorder.totals.backwards += 1
-        for i, answer in zip(chunks, answers, strict=True):
-            if call.parts[i].first and answer.writes.slots:
-                call.parts[i].master.write_back(answer.writes, keep=False)
-        apply_warnings(answers)
-        if leave is not None and any(answer.failure is not None for answer in answers):
-            leave()  # who failed has left it
-        raise_first(answers, calls)
         for trip, answer in zip(trips, answers, strict=True):
-            if trip.keeps:
+            chunk = trip.part.chunk
+            if chunk.first and answer.writes.slots:
+                chunk.master.write_back(answer.writes, keep=False)
+        executor.dispatcher.effects(flight, answers)
+        for trip, answer in zip(trips, answers, strict=True):
+            if trip.recipes:
                 trip.note(call.leaves, answer.reached)
         return answers
 
-    def _summing(self) -> dict[int, ExchangeRequest]:
-        """Return the places by which replicas sum gradients of parameters, if all of them do."""
+    def _summing(self) -> list[ExchangeRequest]:
+        """Return the seats by which replicas sum gradients of parameters, if all of them do."""
         call, parts = self._call, [*self._call.parts.values()]
-        if not 1 < len(parts) == len(self._chunks) or not parts[0].master.alike:
-            return {}
-        if not all(p.graph.on(p.slot) and p.master is parts[0].master for p in parts):
-            return {}
+        master = parts[0].chunk.master
+        if not 1 < len(parts) == len(self._chunks) or not master.alike:
+            return []
+        if not all(p.graph.on(p.chunk.slot) and p.chunk.master is master for p in parts):
+            return []
 
         def size() -> int:
             wanted = [call.leaves[at] for at in self._needed]
             return sum([leaf.nbytes for leaf, kind in wanted if kind == "parameter"])
 
-        return groups.direct(call.executor, [part.slot for part in parts], size)
+        return groups.direct(call.executor, [part.chunk.slot for part in parts], size)
 
-    def _only_sums(
-        self, calls: Sequence[ChunkCall], answers: list[Answer], root: int
-    ) -> list[Answer]:
+    def _only_sums(self, trips: Sequence[_Trip], answers: list[Answer], root: int) -> list[Answer]:
         """Leave out what is in the root's sums; if that has none, make again what went there."""
         call, parts = self._call, [*self._call.parts.values()]
         if any(answer.failure is not None for answer in answers):
             return answers
         if not any(answers[root].reached):
             if call.executor.groups:  # nobody died: chunks have gradients of different parameters
-                parts[0].master.alike = False
+                parts[0].chunk.master.alike = False
             lost = [i for i, answer in enumerate(answers) if any(answer.reached)]
             if lost:
                 answers = [*map(own, answers)]
                 for i in lost:
-                    for graph in calls[i].needs:
+                    for graph in trips[i].needs:
                         graph.life = -1  # its replica has freed it
-                again = call.executor.dispatcher.run([calls[i] for i in lost])
-                for i, answer in zip(lost, again, strict=True):
+                dispatcher = call.executor.dispatcher
+                flight = dispatcher.start(Flight([trips[i] for i in lost], attempt=1))
+                for i, answer in zip(lost, dispatcher.finish(flight), strict=True):
                     answers[i] = answer
             return answers
         rows = zip(parts[root].all, answers[root].reached, strict=True)
@@ -530,91 +490,90 @@ def _given(stash: Stash, chunk: int) -> Given:
     return found
 
 
-class _Trip:
+class _Settings(NamedTuple):
+    """Settings of all trips of a backward."""
+
+    executor: Executor
+    context: ambient.CallContext
+    threads: int | None
+    partial: bool
+    keep: bool
+
+
+class _Trip(Call):
     """One chunk's backward.
 
     Args:
-        executor: The executor that runs it.
+        settings: Those of all chunks.
         part: The chunk.
         given: The graphs that have gradients.
         needed: The fate of the leaves' gradients, as in the request.
-        terms: The terms on which it runs.
-        fields: Further fields of the request.
+        moved: By how much versions moved, as in the request.
+        makes: The graph that it makes.
+        seat: Its place in a group of replicas.
     """
 
     def __init__(
         self,
-        executor: Executor,
+        settings: _Settings,
         part: Part,
         given: Given,
         needed: bytes,
-        terms: Terms,
-        **fields: Any,
+        moved: dict[int, int],
+        makes: RemoteGraph | None,
+        seat: ExchangeRequest | None,
     ) -> None:
-        self._executor, self._part, self._given, self._terms = executor, part, given, terms
-        self._needed, self._fields = needed, fields
-        self._grads = [grad for _, found in given for _, grad in found]
-        self._versions = versions_of(self._grads)
-        self.keeps = max(needed, default=SENT) >= KEPT
-        graphs = [part.graph, *(graph for graph, _ in given)]
-        # What makes the graphs again, also when torch has freed them.
-        self._recipes = {graph: graph.recipe for graph in graphs} if self.keeps else {}
+        master = part.chunk.master
+        super().__init__(part.chunk.slot, "backward", master.number, master.home)
+        self.needs = [part.graph, *(graph for graph, _ in given if graph is not part.graph)]
+        if max(needed, default=SENT) >= KEPT:
+            self.recipes = {graph: graph.recipe for graph in self.needs}
+            self.needs.insert(0, master.resident.gradients.of(part.chunk.number))
+        self.makes = makes
+        self.part = part
+        self._settings, self._given, self._needed = settings, given, needed
+        self._moved, self._seat = moved, seat
+        self._versions = versions_of(self._grads())
 
-    def request(self, slot: ReplicaSlot) -> BackwardRequest:
+    def _grads(self) -> list[Tensor]:
+        return [grad for _, found in self._given for _, grad in found]
+
+    def request(self, slot: ReplicaSlot, attempt: int) -> BackwardRequest:
         """Make the request."""
-        request = self.once(slot)
-        if SUMMED in self._needed:  # another time the driver sums
-            self._needed = self._needed.replace(bytes([SUMMED]), bytes([SENT]))
-            if request.terms.group is not None and not request.terms.group.layers:
-                self._terms = self._terms._replace(group=None)
-        return request
+        needed, seat = self._needed, self._seat
+        if attempt and SUMMED in needed:  # now the driver sums
+            needed = needed.replace(bytes([SUMMED]), bytes([SENT]))
+            seat = seat if seat is not None and seat.layers else None
+        try:
+            # One object may stand here twice: both summands of ``a + b`` get the same gradient.
+            grads = [grad.detach() for grad in self._grads()]
+        except RuntimeError as error:
+            ambient.refuse_batches(error)
+            raise
+        chunk, settings = self.part.chunk, self._settings
+        return BackwardRequest(
+            Terms(chunk.number, settings.context, settings.threads, chunk.where, chunk.first, seat),
+            graph=self.part.graph.key,
+            outputs=tuple((graph.key, tuple(k for k, _ in found)) for graph, found in self._given),
+            grads=grads,
+            needed=needed,
+            partial=settings.partial,
+            keep=settings.keep,
+            derived=None if self.makes is None else self.makes.key,
+            moved=self._moved,
+            forget=(),
+        )
+
+    def changed(self) -> str | None:
+        """Refuse to run again with other gradients."""
+        same = versions_of(self._grads()) == self._versions
+        return None if same else "a gradient that it was given was changed"
 
     def note(self, leaves: Sequence[Leaf], stays: Sequence[bool]) -> None:
         """Note which gradients were kept."""
         kept = []
-        for at, there in zip(self._part.all, stays, strict=True):
+        for at, there in zip(self.part.all, stays, strict=True):
             if at is not None and there:
                 kept.append(leaves[at].tensor)
-        self._part.master.resident.gradients.note(self._terms.chunk, kept, self.again)
-
-    def once(self, slot: ReplicaSlot) -> BackwardRequest:
-        """Make the request, for a replica that has what it adds to."""
-        try:
-            # One object may stand here twice: both summands of ``a + b`` get the same gradient.
-            grads = [grad.detach() for grad in self._grads]
-        except RuntimeError as error:
-            ambient.refuse_batches(error)
-            raise
-        return BackwardRequest(
-            self._terms,
-            graph=self._part.graph.key,
-            outputs=tuple((graph.key, tuple(k for k, _ in found)) for graph, found in self._given),
-            grads=grads,
-            needed=self._needed,
-            forget=taken(slot),
-            **self._fields,
-        )
-
-    def again(self, slot: ReplicaSlot) -> Iterator[ChunkCall]:
-        """Give the call that makes again what this one made: a derived graph, or what was kept."""
-        if versions_of(self._grads) != self._versions:
-            raise changed("a gradient that it was given was changed")
-        freed = [graph for graph in self._recipes if graph.recipe is None]
-        try:
-            for graph in freed:
-                graph.recipe = self._recipes[graph]
-            for graph in [self._part.graph, *(graph for graph, _ in self._given)]:
-                if not graph.on(slot):
-                    self._executor.dispatcher.remake(graph, slot, "backward")
-            yield ChunkCall(slot, "backward", self.once, self._part.master.number)
-        finally:
-            for graph in freed:
-                graph.drop()
-
-
-def changed(what: str) -> StateChanged:
-    """Make the error for a graph that cannot be made again."""
-    return StateChanged(
-        "backward: the replica that held the graph died, and the graph cannot be made again, "
-        f"because {what} since the forward; run forward again"
-    )
+        chunk = self.part.chunk
+        chunk.master.resident.gradients.note(chunk.number, kept, self)

@@ -1,26 +1,44 @@
-"""One loop for all calls: send, look meanwhile, take the answers. A death is an answer, too: the
-chunk runs again on another replica.
+"""One loop for all calls: send, and take the answers. A death is an answer, too: the chunk runs
+again on another replica.
 
 The caller holds the executor's lock. Answers lie in windows: they are valid until the next request
 to the same replica.
+
+[Note: a call is data]
+A call is first prepared for a replica, which may take other calls: of a source of weights, or of
+forwards that run again. Only when all chunks are prepared are the requests made, of what is known
+here, and sent: from then on the chunks may wait for each other.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from raydp_parallel.cluster.clients import Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.errors import GraphLost, ReplicaDied
+from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
+from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.codec import Parcel, Row
-from raydp_parallel.wire.messages import Answer, ForwardRequest
+from raydp_parallel.wire.messages import (
+    Answer,
+    BackwardRequest,
+    Failure,
+    Forget,
+    ForwardRequest,
+    ResumeRequest,
+)
+
+if TYPE_CHECKING:
+    from raydp_parallel.driver.groups import Group
 
 _CPU = torch.device("cpu")
 _MISMATCH = "SourceMismatch"
@@ -36,7 +54,7 @@ class RemoteGraph:
 
     Attributes:
         key: Its key there.
-        recipe: Gives the calls that make it again, for a slot; None if it cannot be made again.
+        recipe: The calls that make it again; None if it cannot be made again.
     """
 
     __slots__ = ("key", "life", "recipe", "slot")
@@ -45,16 +63,20 @@ class RemoteGraph:
         self.key = key
         self.slot: ReplicaSlot | None = None
         self.life = 0
-        self.recipe: Recipe | None = None
+        self.recipe: list[Call] | None = None
 
     def on(self, slot: ReplicaSlot) -> bool:
         """Tell if a slot's replica has it."""
         return self.slot is slot and self.life == slot.life and slot.ready
 
-    @property
-    def lives(self) -> bool:
-        """Tell if some replica has it."""
-        return self.slot is not None and self.on(self.slot)
+    def again(self, slot: ReplicaSlot, phase: str) -> list[Call]:
+        """Return the calls that make it again."""
+        if self.recipe is None:
+            raise GraphLost(
+                f"{phase}: {slot} lost its graph, because its process ended, and the graph cannot "
+                "be made again; run forward again"
+            )
+        return self.recipe
 
     def drop(self) -> None:
         """Let the replica free it with the next message."""
@@ -63,51 +85,92 @@ class RemoteGraph:
         self.slot = self.recipe = None
 
 
-Recipe = Callable[[ReplicaSlot], "Iterable[ChunkCall]"]
-"""Gives the calls that make something again, one after the other, for the slot where they go."""
-
-
-class ChunkCall(NamedTuple):
-    """One chunk's work.
+class Chunk(NamedTuple):
+    """One chunk of a call, for all that carry it.
 
     Attributes:
+        number: Its number, from which its random numbers follow.
         slot: The slot that it is for.
-        phase: The kind of call, for messages.
-        request: Makes the request for the replica that does it.
-        model: The number of its model.
-        needs: Graphs that it needs, and what it adds to.
-        makes: The graph that it makes.
-        together: True if it exchanges tensors with the other chunks, so that it cannot run again
-            alone.
-        rows: Rows of the chunk, for statistics.
-        name: The class of the module that runs forward, for statistics.
-        home: The driver's device, to which the answer's tensors go.
+        master: Its model.
+        where: The place that an exception names; None raises it as it is.
+        first: True if its writes come back.
     """
 
+    number: int
     slot: ReplicaSlot
-    phase: str
-    request: Callable[[ReplicaSlot], Any]
-    model: int
-    needs: Sequence[RemoteGraph] = ()
-    makes: RemoteGraph | None = None
-    together: bool = False
-    rows: int = 0
-    name: str = ""
-    home: torch.device = _CPU
+    master: Master
+    where: str | None
+    first: bool
+
+
+class Call:
+    """One request, for whatever replica gets it. See [Note: a call is data].
+
+    Args:
+        slot: The slot that it is for.
+        phase: The kind of call, for messages.
+        model: The number of its model.
+        home: The driver's device, to which the answer's tensors go.
+
+    Attributes:
+        needs: Graphs that it needs, and what it adds to.
+        recipes: Calls that make these again, also when torch has freed them.
+        makes: The graph that it makes.
+        rows: Rows of the chunk, for statistics.
+        name: The class of the module that runs forward, for statistics.
+    """
+
+    rows, name = 0, ""
+
+    def __init__(
+        self, slot: ReplicaSlot, phase: str, model: int, home: torch.device = _CPU
+    ) -> None:
+        self.slot, self.phase, self.model, self.home = slot, phase, model, home
+        self.needs: Sequence[RemoteGraph] = ()
+        self.recipes: dict[RemoteGraph, list[Call] | None] = {}
+        self.makes: RemoteGraph | None = None
+
+    def prepare(self, slot: ReplicaSlot) -> None:
+        """See to what the request takes for granted of a slot's replica."""
+
+    def request(self, slot: ReplicaSlot, attempt: int) -> object:
+        """Make the request. Attempts after the first, which is 0, do without others' help."""
+        raise NotImplementedError
+
+    def changed(self) -> str | None:
+        """Say what has changed since it ran, so that it cannot run again; None if nothing has."""
+        return None
+
+    def explain(self, failure: Failure) -> None:
+        """Raise a better error than the replica's, if there is one."""
+
+
+class PlainCall(Call):
+    """A call with one request for all replicas."""
+
+    def __init__(self, slot: ReplicaSlot, phase: str, request: object) -> None:
+        super().__init__(slot, phase, getattr(request, "model", 0))
+        self._request = request
+
+    def request(self, slot: ReplicaSlot, attempt: int) -> object:
+        """Return it."""
+        return self._request
 
 
 class Pending:
     """A request that was sent.
 
     Attributes:
+        sent: True if the replica got it.
         answer: The answer, if it had to be taken before somebody asked for it.
         gone: The cause of the replica's end, if that came first.
     """
 
-    def __init__(self, slot: ReplicaSlot, call: ChunkCall) -> None:
+    def __init__(self, slot: ReplicaSlot, call: Call) -> None:
         self.slot = slot
         self.call = call
         self.life = slot.life
+        self.sent = False
         self.answer: Answer | None = None
         self.gone: str | None = None
         self.before = (0, 0)
@@ -152,90 +215,139 @@ class Taking(Protocol):
         """Copy what is only lent: replicas are about to write there."""
 
 
+@dataclass
+class Flight:
+    """The chunks of one call on their way.
+
+    Attributes:
+        calls: One call for each chunk.
+        grouped: True if replicas exchange tensors meanwhile: they may wait for each other.
+        together: True if layers of the module do, so that no chunk can run again alone.
+        taking: Takes the values of answers as they come; those returned have none then.
+        attempt: The number of the attempt.
+        sent: The requests of this attempt, by chunk.
+        answers: The answers, by chunk.
+        taken: How many values were taken.
+        deaths: Deaths of replicas that may be the chunk's fault, by chunk.
+    """
+
+    calls: Sequence[Call]
+    grouped: bool = False
+    together: bool = False
+    taking: Taking | None = None
+    attempt: int = 0
+    sent: dict[int, Pending] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    taken: int = 0
+    deaths: Counter[int] = field(default_factory=Counter)
+
+
 class Dispatcher:
     """Runs chunks on the replicas of a set.
 
     Args:
         replica_set: The replicas.
+        groups: The groups in which they exchange tensors, by their members.
     """
 
-    def __init__(self, replica_set: ReplicaSet) -> None:
+    def __init__(self, replica_set: ReplicaSet, groups: dict[object, Group]) -> None:
         self._set = replica_set
+        self._groups = groups
 
-    def run(
-        self,
-        calls: Sequence[ChunkCall],
-        meanwhile: Callable[[], None] | None = None,
-        leave: Callable[[], None] | None = None,
-        taking: Taking | None = None,
-    ) -> list[Answer]:
-        """Run all calls, and wait for all answers.
-
-        Args:
-            calls: One call for each chunk.
-            meanwhile: Called once while replicas run.
-            leave: Lets replicas leave the group in which they exchange tensors; None without one.
-            taking: Takes the values of answers as they come; those returned have none then.
-        """
-        answers: dict[int, Answer] = {}
-        deaths = [0] * len(calls)
-        todo = list(range(len(calls)))
-        taken = 0
-        while todo:
-            sent: dict[int, Pending] = {}
-            busy: dict[ReplicaSlot, int] = {}
-            # The windows that hold earlier answers are about to be used again.
-            answers = {i: own(answer) for i, answer in answers.items()}
-            if taking is not None:
-                taking.own()
-            for i in todo:
+    def start(self, flight: Flight) -> Flight:
+        """Send the chunks that have no answer, as far as there are replicas for them."""
+        flight.sent = {}
+        busy: dict[ReplicaSlot, int] = {}
+        prepared: list[tuple[int, ReplicaSlot, int]] = []
+        try:
+            for i, call in enumerate(flight.calls):
+                if i in flight.answers:
+                    continue
+                slot = call.slot
+                for graph in call.needs:
+                    if graph.slot is not None and graph.on(graph.slot):
+                        slot = graph.slot
                 # A dead replica's chunk goes to another one, which may have a chunk of its own.
-                slot = self._place(calls[i], busy)
+                slot = self._set.choose(slot, busy)
                 if slot in busy:
                     continue  # its turn comes: a window holds one answer
-                sent[i] = self.send(slot, calls[i])
                 busy[slot] = 1
-            if meanwhile is not None:  # replicas compute now, and this process has time
-                meanwhile()
-                meanwhile = None
-            if leave is not None:
-                self.watch([sent.get(i) for i in todo], leave, self._set.options.call_timeout)
-            # Answers are taken in the order of chunks; the slowest one decides anyway.
-            died = ""
-            for i, pending in sent.items():
-                early = pending.gone is not None  # it did not get the chunk
-                answer = self.receive(pending)
-                if answer is None:
-                    died = f"{pending.slot} died in {calls[i].phase}: {pending.gone}"
-                    silent = pending.gone is not None and pending.gone.startswith("no answer")
-                    # One that had worked, and is gone, did not die of this chunk.
-                    deaths[i] += silent or not early or not pending.slot.answered
-                    if deaths[i] >= (_MOST_SILENT if silent else _MOST_DEATHS):
-                        hint = "takes longer than it may" if silent else "ends its process"
-                        raise ReplicaDied(
-                            f"{deaths[i]} replicas died of chunk {i} in {calls[i].phase}, one "
-                            f"after the other, the last of them: {pending.gone}. It seems that the "
-                            f"chunk {hint}"
-                        )
-                    if not early:
-                        self._set.recorder.replayed(pending.slot.index)
-                elif self._may_count(answer, pending):
-                    answers[i] = answer
-                while taking is not None and taken in answers:
-                    taking.take(taken, answers[taken])
-                    answers[taken] = answers[taken]._replace(value=None)
-                    taken += 1
-            if died and calls[0].together:
-                raise ReplicaDied(
-                    f"{died}. The chunks of a call with synchronised batch norm cannot run again "
-                    "alone: repeat the step"
-                )
-            todo = [i for i in todo if i not in answers]
-            if todo and leave is not None:
-                leave()
-        return [answers[i] for i in range(len(calls))]
+                prepared.append((i, slot, slot.life))
+                for graph in call.needs:
+                    if not graph.on(slot):
+                        self.remake(graph, slot, call.phase)
+                call.prepare(slot)
+            for i, slot, life in prepared:  # see [Note: a call is data]
+                flight.sent[i] = self.send(slot, flight.calls[i], flight.attempt, life)
+        except BaseException:  # some may have been sent, and wait for the others
+            if flight.grouped:
+                self.leave()
+            raise
+        return flight
 
-    def watch(
+    def finish(self, flight: Flight) -> list[Answer]:
+        """Wait for all answers. Chunks of dead replicas run again."""
+        answers, taking = flight.answers, flight.taking
+        chunks = range(len(flight.calls))
+        try:
+            while True:
+                if flight.grouped:
+                    waiting = [flight.sent.get(i) for i in chunks if i not in answers]
+                    self.wait_or_leave(waiting, self.leave, self._set.options.call_timeout)
+                # Answers are taken in the order of chunks; the slowest one decides anyway.
+                died = ""
+                for i, pending in flight.sent.items():
+                    answer = self.receive(pending)
+                    if answer is None:
+                        died = self._died(flight, i, pending)
+                    elif self._may_count(answer, pending):
+                        answers[i] = answer
+                    while taking is not None and flight.taken in answers:
+                        taking.take(flight.taken, answers[flight.taken])
+                        answers[flight.taken] = answers[flight.taken]._replace(value=None)
+                        flight.taken += 1
+                if died and flight.together:
+                    raise ReplicaDied(
+                        f"{died}. The chunks of a call with synchronised batch norm cannot run "
+                        "again alone: repeat the step"
+                    )
+                if len(answers) == len(chunks):
+                    return [answers[i] for i in chunks]
+                if flight.grouped:
+                    self.leave()
+                # The windows that hold earlier answers are about to be used again.
+                answers.update({i: own(answer) for i, answer in answers.items()})
+                if taking is not None:
+                    taking.own()
+                flight.attempt += 1
+                self.start(flight)
+        except BaseException:  # some may wait for others
+            if flight.grouped:
+                self.leave()
+            raise
+
+    def effects(self, flight: Flight, answers: Sequence[Answer]) -> None:
+        """Warn of what replicas warned, and raise the exception of the lowest chunk that failed
+        (row A5); one of a chunk that only waited for another in vain comes last.
+        """
+        failed = []
+        for call, answer in zip(flight.calls, answers, strict=True):
+            exceptions.warn_again(answer.warnings)
+            if answer.failure is not None:
+                failed.append((answer.failure, call))
+        if failed and flight.grouped:
+            self.leave()  # who failed has left it
+        failed.sort(key=lambda pair: pair[0].name.endswith("Abandoned"))
+        for failure, call in failed:
+            call.explain(failure)
+            exceptions.reraise(failure, str(call.slot))
+
+    def leave(self) -> None:
+        """Make other groups next time: a member has left one, and all others leave theirs now."""
+        while self._groups:
+            self._groups.popitem()[1].close()
+
+    def wait_or_leave(
         self, sent: Sequence[Pending | None], leave: Callable[[], None], seconds: float | None
     ) -> None:
         """Wait until the members of a group have answered. If one of them dies, or was not reached,
@@ -248,6 +360,23 @@ class Dispatcher:
             if not all(lives) or time.monotonic() > until:
                 leave()
                 return
+
+    def _died(self, flight: Flight, chunk: int, pending: Pending) -> str:
+        """Note the death of a chunk's replica, and say it. Too many of them raise."""
+        phase = pending.call.phase
+        silent = pending.gone is not None and pending.gone.startswith("no answer")
+        # One that had worked, and is gone, did not die of this chunk.
+        flight.deaths[chunk] += silent or pending.sent or not pending.slot.answered
+        deaths = flight.deaths[chunk]
+        if deaths >= (_MOST_SILENT if silent else _MOST_DEATHS):
+            hint = "takes longer than it may" if silent else "ends its process"
+            raise ReplicaDied(
+                f"{deaths} replicas died of chunk {chunk} in {phase}, one after the other, the "
+                f"last of them: {pending.gone}. It seems that the chunk {hint}"
+            )
+        if pending.sent:
+            self._set.recorder.replayed(pending.slot.index)
+        return f"{pending.slot} died in {phase}: {pending.gone}"
 
     def _may_count(self, answer: Answer, pending: Pending) -> bool:
         """Tell if an answer is one; otherwise the call is to be made again."""
@@ -265,16 +394,30 @@ class Dispatcher:
         slot.answered = True
         return True
 
-    def send(self, slot: ReplicaSlot, call: ChunkCall) -> Pending:
-        """Send a call to a slot. If its replica is gone, what is returned says so."""
+    def send(
+        self, slot: ReplicaSlot, call: Call, attempt: int = 0, life: int | None = None
+    ) -> Pending:
+        """Send a call to a slot. If its replica is gone, what is returned says so.
+
+        Args:
+            slot: The slot.
+            call: The call.
+            attempt: The number of the attempt.
+            life: The slot's life for which it was prepared; None if nothing was.
+        """
         self.settle(slot)
-        request = call.request(slot) if slot.ready else None
         pending = Pending(slot, call)
-        if not slot.ready:  # what the request needed may have ended the process
+        if not slot.ready or life not in (None, slot.life):
             pending.gone = slot.cause
             return pending
-        slot.pending, pending.before = pending, slot.client.moved()
+        request = call.request(slot, attempt)
+        forget: list[int] = []
+        if isinstance(request, (ForwardRequest, BackwardRequest, Forget)):
+            while slot.forget:  # finalizers of any thread add to them meanwhile
+                forget.append(slot.forget.pop())
+            request = request._replace(forget=tuple(forget))
         try:
+            slot.pending, pending.before = pending, slot.client.moved()
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
             slot.pending, pending.gone = None, str(gone)
@@ -282,13 +425,23 @@ class Dispatcher:
             return pending
         except Exception:  # it was not sent, so that the replica does not know this yet
             slot.pending = None
-            slot.forget.extend(getattr(request, "forget", ()))
+            slot.forget.extend(forget)
             raise
-        if isinstance(request, ForwardRequest) and request.update is not None:
-            slot.revisions[request.model] = request.update.revision
+        except BaseException:  # Ctrl-C: nobody knows if there will be an answer
+            slot.pending = None
+            self._set.lost(slot, pending.life, call.phase, "Ctrl-C came while it was called")
+            raise
+        pending.sent = True
         if call.makes is not None:  # from here on it is to be freed there, whatever comes
             call.makes.slot, call.makes.life = slot, slot.life
-        self._set.recorder.called(slot.index)
+        update = request.update if isinstance(request, (ForwardRequest, ResumeRequest)) else None
+        recorder = self._set.recorder
+        if update is not None:
+            slot.revisions[call.model] = update.revision
+            recorder.totals.state_sends += 1
+            if update.spread is None or update.spread.rank == update.spread.root:
+                recorder.totals.state_bytes += update.size
+        recorder.called(slot.index)
         return pending
 
     def _limit(self, pending: Pending) -> float | None:
@@ -302,34 +455,31 @@ class Dispatcher:
 
     def receive(self, pending: Pending) -> Answer | None:
         """Take the answer to a call; returns None if the replica died."""
-        if pending.answer is None and pending.gone is None:
-            self._take(pending)
-        return pending.answer
-
-    def _take(self, pending: Pending) -> None:
+        if pending.answer is not None or pending.gone is not None:
+            return pending.answer
         slot, call, client = pending.slot, pending.call, pending.slot.client
         if slot.life != pending.life:
             pending.gone = "it was replaced"
-            return
+            return None
         try:
-            answer = client.receive(self._limit(pending), call.home)
+            pending.answer = answer = client.receive(self._limit(pending), call.home)
         except Gone as gone:
             pending.gone = str(gone)
             self._set.lost(slot, pending.life, call.phase, pending.gone)
-            return
+            return None
         except Exception as error:  # the frame was read, and is lost
             pending.gone = repr(error)
             raise
         finally:
-            if slot.pending is pending and (pending.gone or slot.life != pending.life):
+            over = pending.answer is not None or pending.gone or slot.life != pending.life
+            if slot.pending is pending and over:
                 slot.pending = None
-        slot.pending = None
-        pending.answer = answer
         sent, received = client.moved()
         moved = sent - pending.before[0], received - pending.before[1]
         self._set.recorder.answered(slot.index, call.rows, answer.busy, *moved, call.name)
+        return pending.answer
 
-    def ask(self, call: ChunkCall) -> Answer | None:
+    def ask(self, call: Call) -> Answer | None:
         """Call the replica of the call's slot, and no other; returns None if it died."""
         answer = self.receive(self.send(call.slot, call))
         if answer is not None and answer.failure is not None:
@@ -341,54 +491,38 @@ class Dispatcher:
         that is still to be asked for.
         """
         pending: Pending | None = slot.pending
-        if pending is not None:
-            self._take(pending)
-            if pending.answer is not None:
-                pending.answer = own(pending.answer)
+        if pending is not None and self.receive(pending) is not None:
+            assert pending.answer is not None
+            pending.answer = own(pending.answer)
 
-    def _place(self, call: ChunkCall, busy: dict[ReplicaSlot, int]) -> ReplicaSlot:
-        """Choose the slot for a call, with the graphs that it needs."""
-        slot = call.slot
-        for graph in call.needs:
-            if graph.lives and graph.slot is not None:
-                slot = graph.slot
-        slot = self._set.choose(slot, busy)
-        if slot not in busy:
-            for graph in call.needs:
-                if not graph.on(slot):
-                    self.remake(graph, slot, call.phase)
-        return slot
-
-    def remake(self, graph: RemoteGraph, slot: ReplicaSlot, phase: str) -> None:
-        """Make a graph again whose replica died, or what a chunk had kept there."""
-        if graph.recipe is None:
-            raise GraphLost(
-                f"{phase}: {slot} lost its graph, because its process ended, and the graph cannot "
-                "be made again; run forward again"
-            )
-        for call in graph.recipe(slot):
-            if self.ask(call) is None:
-                return  # it died, too: the call's own sending will show that
+    def remake(
+        self, graph: RemoteGraph, slot: ReplicaSlot, phase: str, recipe: list[Call] | None = None
+    ) -> None:
+        """Make a graph again whose replica died, or what a chunk had kept there. If this one dies,
+        too, whoever needs it will see.
+        """
+        for call in recipe or graph.again(slot, phase):
+            what = call.changed()
+            if what is not None:
+                raise StateChanged(
+                    "backward: the replica that held the graph died, and the graph cannot be made "
+                    f"again, because {what} since the forward; run forward again"
+                )
+            needs = [one for one in call.needs if one is not graph]
+            freed = [one for one in needs if one.slot is None]  # by torch
+            try:
+                for one in needs:
+                    if not one.on(slot):
+                        self.remake(one, slot, call.phase, call.recipes.get(one))
+                call.prepare(slot)
+                answer = self.receive(self.send(slot, call, 1))
+            finally:
+                for one in freed:
+                    one.drop()
+            if answer is None:
+                return
+            if answer.failure is not None:
+                graph.life = -1  # the replica has none
+                exceptions.reraise(answer.failure, str(slot))
             self._set.recorder.replayed(slot.index)
         graph.slot, graph.life = slot, slot.life
-
-
-def apply_warnings(answers: Sequence[Answer]) -> None:
-    """Warn in the driver of what replicas warned."""
-    for answer in answers:
-        exceptions.warn_again(answer.warnings)
-
-
-def raise_first(answers: Sequence[Answer], calls: Sequence[ChunkCall]) -> None:
-    """Raise the exception of the lowest chunk that failed (row A5); one of a chunk that only waited
-    for another in vain comes last.
-    """
-    failed = [(a.failure, call) for a, call in zip(answers, calls, strict=True) if a.failure]
-    failed.sort(key=lambda pair: pair[0].name.endswith("Abandoned"))
-    for failure, call in failed:
-        exceptions.reraise(failure, str(call.slot))
-
-
-def home_of(value: Tensor, device: torch.device) -> Tensor:
-    """Bring a tensor of an answer to the driver's device."""
-    return value.to(device) if value.device != device else value

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,16 @@ from raydp_parallel.cluster.clients import end_all
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.cluster.reporter import Reporter
-from raydp_parallel.driver.dispatcher import ChunkCall, Dispatcher
+from raydp_parallel.driver.dispatcher import Dispatcher, Flight, PlainCall
 from raydp_parallel.errors import forked
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
-from raydp_parallel.wire.messages import ExchangeRequest, Forget, StateUpdate
+from raydp_parallel.wire.messages import Forget, StateUpdate
+
+if TYPE_CHECKING:
+    from raydp_parallel.driver.groups import Group
 
 log = logging.getLogger("raydp_parallel")
 
@@ -62,7 +65,7 @@ class Executor:
     """
 
     def __init__(
-        self, device_ids: Sequence[Any] | None = None, *, options: Options | None = None
+        self, device_ids: Sequence[object] | None = None, *, options: Options | None = None
     ) -> None:
         self.options = options or Options()
         self._every = device_ids is None
@@ -70,8 +73,8 @@ class Executor:
         if device_ids != ():
             self.device_ids = list(normalize(device_ids, self.options))
         self.replica_set = ReplicaSet(self.options, self.options.name or _program())
-        self.dispatcher = Dispatcher(self.replica_set)
-        self.groups: dict[Any, Any] = {}
+        self.groups: dict[object, Group] = {}
+        self.dispatcher = Dispatcher(self.replica_set, self.groups)
         self.failed_joins = 0
         self._keys = itertools.count(1)
         self._masters: dict[int, Master] = {}
@@ -79,10 +82,10 @@ class Executor:
         if self.device_ids:
             self.slots(self.device_ids)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return shared, (self.options,)  # in another process there are other replicas
 
-    def __deepcopy__(self, memo: Any) -> Executor:
+    def __deepcopy__(self, memo: object) -> Executor:
         return self
 
     def __enter__(self) -> Executor:
@@ -141,7 +144,6 @@ class Executor:
         master: Master,
         slot: ReplicaSlot,
         weights: dict[int, Tensor] | None = None,
-        place: ExchangeRequest | None = None,
     ) -> StateUpdate | None:
         """Collect what a slot's replica lacks of a model.
 
@@ -149,7 +151,6 @@ class Executor:
             master: The model.
             slot: The slot.
             weights: Contents in the place of the master's.
-            place: The place in a group whose root passes contents on.
         """
         client = slot.client
         maps = client.hello.maps
@@ -159,18 +160,7 @@ class Executor:
                 if other is not slot and other.client and other.client.hello.maps == maps:
                     self.dispatcher.settle(other)
         revision = slot.revisions.get(master.number, 0)
-        update = master.update_from(revision, maps, shared, weights)
-        if update is None:
-            return None
-        totals = self.replica_set.recorder.totals
-        totals.state_sends += 1
-        if place is None or place.rank == place.root:
-            totals.state_bytes += update.size
-        if place is not None:
-            update = update._replace(spread=place)
-            if place.rank != place.root:
-                update = update._replace(parts=())
-        return update
+        return master.update_from(revision, maps, shared, weights)
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """Describe the replicas, one entry per device."""
@@ -219,8 +209,8 @@ class Executor:
         with self.trip():
             found = []
             for slot in self.replica_set.ready():
-                call = ChunkCall(slot, "flush", lambda slot: Forget(taken(slot)), 0)
-                found.append(self.dispatcher.run([call])[0].value)
+                flight = Flight([PlainCall(slot, "flush", Forget(()))])
+                found.append(self.dispatcher.finish(self.dispatcher.start(flight))[0].value)
             return found
 
     def close(self) -> None:
@@ -251,14 +241,6 @@ class Executor:
         self.replica_set.close()
 
 
-def taken(slot: ReplicaSlot) -> tuple[int, ...]:
-    """Take the keys that a replica may forget. Finalizers of any thread add to them meanwhile."""
-    keys = []
-    while slot.forget:
-        keys.append(slot.forget.pop())
-    return tuple(keys)
-
-
 def _drop(executor: weakref.ref[Executor], key: int, number: int) -> None:
     known = executor()
     if known is None:
@@ -270,15 +252,6 @@ def _drop(executor: weakref.ref[Executor], key: int, number: int) -> None:
         slot.revisions.pop(number, None)
         slot.forget.append(number)
 
-
-_READ_BY_WRAPPERS: dict[str, Any] = {
-    "unused_grads": "zeros",
-    "scalars": "vector",
-    "chunk_weights": None,
-}
-"""Options that executors do not read, with their defaults: wrappers that differ in them share an
-executor.
-"""
 
 _shared: dict[Options, Executor] = {}
 _shared_lock = threading.Lock()
@@ -297,7 +270,8 @@ def shared(options: Options) -> Executor:
     found = _shared.get(options)
     if found is None or found.closed:
         with _shared_lock:
-            plain = replace(options, **_READ_BY_WRAPPERS)
+            # Executors do not read these: wrappers that differ in them share one.
+            plain = replace(options, unused_grads="zeros", scalars="vector", chunk_weights=None)
             if plain not in _shared or _shared[plain].closed:
                 _shared[plain] = Executor((), options=plain)
             found = _shared[options] = _shared[plain]

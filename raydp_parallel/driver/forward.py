@@ -5,9 +5,9 @@ The numbers are those of the journey in `wrapper`.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +17,9 @@ from raydp_parallel import batch
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
-from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach, changed
-from raydp_parallel.driver.dispatcher import (
-    ChunkCall,
-    RemoteGraph,
-    apply_warnings,
-    home_of,
-    raise_first,
-)
-from raydp_parallel.driver.executor import Executor, taken
+from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach
+from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph
+from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Leaf
 from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import TransferError
@@ -35,7 +29,14 @@ from raydp_parallel.state.mirror import Mark, Master
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Parcel, parcel
-from raydp_parallel.wire.messages import Answer, Failure, ForwardRequest, Terms
+from raydp_parallel.wire.messages import (
+    Answer,
+    ExchangeRequest,
+    Failure,
+    ForwardRequest,
+    StateUpdate,
+    Terms,
+)
 
 Called = str | Callable[..., Any] | None
 """A method's name, a function that takes the module first, or None for the module itself."""
@@ -68,147 +69,163 @@ class ForwardChunk(NamedTuple):
     called: Called = None
 
 
-class _Run:
-    """One chunk on its way.
+class _Settings(NamedTuple):
+    """Settings of all chunks of a call."""
+
+    executor: Executor
+    context: ambient.CallContext
+    seed: int
+    threads: int | None
+    unused: UnusedGrads
+
+    @property
+    def grad(self) -> bool:
+        """True if outputs may require gradients."""
+        return self.context.grad and not self.context.inference
+
+
+class _Before(NamedTuple):
+    """State that a forward found."""
+
+    mark: Mark
+    steps: int
+    """The steps that replicas had made of the module."""
+    versions: list[int]
+    """Those of the tensors among its arguments."""
+
+
+class ForwardCall(Call):
+    """The forward of one chunk, and of its graph again after a death.
 
     Args:
-        executor: The executor.
+        settings: Those of the whole call.
         chunk: The chunk.
-        number: Its number.
-        seed: The call's seed.
-        context: The caller's ambient state.
-        threads: Torch's threads.
-        optional: True if parameters that are not reached are left out of the graph.
+        given: The chunk as it was given.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        chunk: ForwardChunk,
-        number: int,
-        seed: int,
-        context: ambient.CallContext,
-        threads: int | None,
-        optional: bool = False,
-    ) -> None:
-        self._executor = executor
-        self.chunk, self.number, self.seed = chunk, number, seed
-        self._context, self._threads = context, threads
-        self.optional = optional
-        self.master = executor.master(chunk.module)
-        self.grad = context.grad and not context.inference
-        self.refs = batch.find_refs((chunk.args, chunk.kwargs))
-        arguments = (chunk.args, chunk.kwargs)
-        if self.refs:  # numbers that each sending chooses
+    def __init__(self, settings: _Settings, chunk: Chunk, given: ForwardChunk) -> None:
+        super().__init__(chunk.slot, "forward", chunk.master.number)
+        self.settings, self.chunk, self.given = settings, chunk, given
+        self._refs = batch.find_refs((given.args, given.kwargs))
+        arguments = given.args, given.kwargs
+        if self._refs:  # numbers that each sending chooses
             arguments = batch.numbered(arguments, {})
-        self.arguments = _arguments(*arguments)
-        self.sends_code = bool(self.refs) or callable(chunk.called)
-        self.called: Parcel | str | None = None
-        if isinstance(chunk.called, str):
-            self.called = chunk.called
-        elif chunk.called is not None:
-            self.called = parcel(chunk.called, "function")
-        carried = self.called.tensors if isinstance(self.called, Parcel) else []
-        if isinstance(chunk.called, LossCall):
-            refuse_own_parameters(chunk.module, carried)
-        self.inputs = [
-            t for t in (*carried, *self.arguments.tensors) if self.grad and t.requires_grad
-        ]
-        self._versions = versions_of((*carried, *self.arguments.tensors))
-        self.graph: RemoteGraph | None = None
-        self.before: Mark | None = None
-        self.overlay: dict[int, Tensor] = {}
-        self.first = False
-        self.group: Any = None
-        self.place: Any = None
-        self._steps = 0
+        self._arguments = _arguments(*arguments)
+        self._called: Parcel | str | None = None
+        if isinstance(given.called, str):
+            self._called = given.called
+        elif given.called is not None:
+            self._called = parcel(given.called, "function")
+        if isinstance(given.called, LossCall) and isinstance(self._called, Parcel):
+            refuse_own_parameters(given.module, self._called.tensors)
+        self.inputs = [t for t in self._tensors() if settings.grad and t.requires_grad]
+        self._before: _Before | None = None
+        self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
+        self._update: StateUpdate | None = None
+        self._seat: ExchangeRequest | None = None  # among layers that exchange tensors
+        self._spread: ExchangeRequest | None = None  # among replicas that get the same weights
 
-    def begin(self, mark: Mark) -> None:
+    def _tensors(self) -> list[Tensor]:
+        carried = self._called.tensors if isinstance(self._called, Parcel) else []
+        return [*carried, *self._arguments.tensors]
+
+    @property
+    def sends_code(self) -> bool:
+        """True if functions of the program travel beside the module."""
+        return bool(self._refs) or callable(self.given.called)
+
+    def begin(
+        self, mark: Mark, seat: ExchangeRequest | None, spread: ExchangeRequest | None
+    ) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
-        self.before = mark
-        if self.master.resident is not None:
-            self._steps = self.master.resident.weights.steps
-        wants = self.grad and (self.inputs or self.master.leaves())
-        self.graph = RemoteGraph(self._executor.next_key()) if wants else None
-        if self.graph is not None and self.group is None:
-            self.graph.recipe = self.again
+        master = self.chunk.master
+        self.home, self._seat, self._spread = master.home, seat, spread
+        self.rows, self.name = self.given.rows, type(self.given.module).__name__
+        steps = 0 if master.resident is None else master.resident.weights.steps
+        self._before = _Before(mark, steps, versions_of(self._tensors()))
+        self.makes = None
+        if self.settings.grad and (self.inputs or master.leaves()):
+            self.makes = RemoteGraph(self.settings.executor.next_key())
+            if seat is None:
+                self.makes.recipe = [self]
 
-    def call(self) -> ChunkCall:
-        """Make the chunk's work."""
-        return ChunkCall(
-            self.chunk.slot,
-            "forward",
-            self.request,
-            self.master.number,
-            makes=self.graph,
-            together=self.group is not None,
-            rows=self.chunk.rows,
-            name=type(self.chunk.module).__name__,
-            home=self.master.home,
-        )
+    def prepare(self, slot: ReplicaSlot) -> None:
+        """Give a slot's replica the weights of now, and the objects of Ray's store."""
+        executor, master = self.settings.executor, self.chunk.master
+        if master.resident is not None:
+            master.resident.weights.ready(slot)
+        self._update = executor.update(master, slot)
+        if self._refs:  # under new numbers
+            numbers: dict[object, int] = {}
+            for ref in self._refs:
+                one = ref.alone() if isinstance(ref, batch.ChunkRefs) else ref
+                if one.ref not in numbers:
+                    numbers[one.ref] = next(_numbers)
+                    slot.client.deliver(numbers[one.ref], one.ref)
+            given = self.given.args, self.given.kwargs
+            self._arguments = _arguments(*batch.numbered(given, numbers))
 
-    def request(
-        self, slot: ReplicaSlot, overlay: dict[int, Tensor] | None = None
-    ) -> ForwardRequest:
-        """Make the request for a slot's replica. [3]"""
-        if self.master.resident is not None:
-            self.master.resident.weights.ready(slot)
-        place, self.place = self.place, None  # another time the driver gives all
-        update = self._executor.update(self.master, slot, place=place)
-        where, first = self.chunk.where, self.first
+    def request(self, slot: ReplicaSlot, attempt: int) -> ForwardRequest:
+        """Make the request."""
+        update = self._update
+        if update is not None and self._spread is not None and not attempt:
+            update = update._replace(spread=self._spread)
+            if self._spread.rank != self._spread.root:
+                update = update._replace(parts=())
+        settings, chunk = self.settings, self.chunk
         return ForwardRequest(
-            Terms(self.number, self._context, self._threads, where, first, self.group),
-            model=self.master.number,
+            Terms(
+                chunk.number,
+                settings.context,
+                settings.threads,
+                chunk.where,
+                chunk.first,
+                self._seat,
+            ),
+            model=self.model,
             update=update,
-            key=None if self.graph is None else self.graph.key,
-            called=self.called,
-            arguments=self._delivered(slot),
-            seed=self.seed,
-            forget=taken(slot),
-            overlay=overlay,
-            optional=self.optional,
+            key=None if self.makes is None else self.makes.key,
+            called=self._called,
+            arguments=self._arguments,
+            seed=settings.seed,
+            forget=(),
+            overlay=self.overlay,
+            optional=settings.unused == "none",  # torch would call hooks with None
         )
-
-    def _delivered(self, slot: ReplicaSlot) -> Parcel:
-        """Let Ray bring objects of its store to the replica, under new numbers."""
-        if not self.refs:
-            return self.arguments
-        assert slot.client is not None
-        numbers: dict[Any, int] = {}
-        for ref in self.refs:
-            one = ref.alone() if isinstance(ref, batch.ChunkRefs) else ref
-            if one.ref not in numbers:
-                numbers[one.ref] = next(_numbers)
-                slot.client.deliver(numbers[one.ref], one.ref)
-        chunk = self.chunk
-        return _arguments(*batch.numbered((chunk.args, chunk.kwargs), numbers))
 
     def keep(self) -> None:
         """Keep the arguments' memory for another run, and not the program's tensors."""
-        self.arguments = _memory_of(self.arguments)
-        if isinstance(self.called, Parcel):
-            self.called = _memory_of(self.called)
-        self.inputs = []
-        self.chunk = self.chunk._replace(module=nn.Module())  # the caller's may be freed
-        if not self.refs:
-            self.chunk = self.chunk._replace(args=(), kwargs={})
+        self._arguments = _memory_of(self._arguments)
+        if isinstance(self._called, Parcel):
+            self._called = _memory_of(self._called)
+        self.inputs, self._update = [], None
+        self.rows, self.name = 0, ""  # another run is no call
+        self.given = self.given._replace(module=nn.Module())  # the caller's may be freed
+        if not self._refs:
+            self.given = self.given._replace(args=(), kwargs={})
 
-    def again(self, slot: ReplicaSlot) -> Iterator[ChunkCall]:
-        """Give the call that makes the graph again, of what the forward found."""
-        assert self.before is not None
-        what = self.master.changed_since(self.before, self.overlay)
-        carried = self.called.tensors if isinstance(self.called, Parcel) else []
-        if what is None and versions_of((*carried, *self.arguments.tensors)) != self._versions:
+    def changed(self) -> str | None:
+        """Say what is not as the forward found it."""
+        master, before = self.chunk.master, self._before
+        assert before is not None
+        what = master.changed_since(before.mark, self.overlay or ())
+        if what is None and versions_of(self._tensors()) != before.versions:
             what = "one of the arguments"
-        if self.master.resident is not None and self.master.resident.weights.steps != self._steps:
+        if master.resident is not None and master.resident.weights.steps != before.steps:
             what = "the weights, by a step of the optimizer,"
-        if what is not None:
-            raise changed(f"{what} was changed")
+        return None if what is None else f"{what} was changed"
 
-        def request(slot: ReplicaSlot) -> ForwardRequest:
-            return self.request(slot, self.overlay)
-
-        yield ChunkCall(slot, "forward", request, self.master.number)
+    def explain(self, failure: Failure) -> None:
+        """Raise an error for arguments, or a module, that cannot be loaded here either."""
+        given = self.given
+        parts = [("inputs", given.args), ("kwargs", given.kwargs), ("module", given.module)]
+        if given.called is not None:
+            parts.insert(0, ("function", given.called))
+        for name, part in parts if failure.loading else ():
+            try:
+                exceptions.reraise(failure, "")
+            except Exception as error:
+                pickling.refuse_unloadable(part, name, error, failure.text.splitlines()[-1])
 
 
 def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
@@ -230,18 +247,6 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parcel:
         raise
 
 
-def _refuse_unloadable(chunk: ForwardChunk, failure: Failure) -> None:
-    """Raise an error for arguments, or a module, that cannot be loaded here either."""
-    parts = [("inputs", chunk.args), ("kwargs", chunk.kwargs), ("module", chunk.module)]
-    if chunk.called is not None:
-        parts.insert(0, ("function", chunk.called))
-    for name, part in parts:
-        try:
-            exceptions.reraise(failure, "")
-        except Exception as error:
-            pickling.refuse_unloadable(part, name, error, failure.text.splitlines()[-1])
-
-
 def _memory_of(parcel: Parcel) -> Parcel:
     tensors = []
     for t in parcel.tensors:
@@ -261,219 +266,185 @@ def run(
         executor: The executor.
         chunks: The chunks; the first one of each module writes back to it.
         unused: The gradients of unused parameters.
-        lend: True if outputs may lie in memory that the next call overwrites. The caller holds the
-            executor's lock then, until it has copied them.
+        lend: As `Forward.finish` has it.
     """
-    ambient.refuse_transforms()
-    _refuse_tangents(chunks)
-    with executor.lock:  # answers lie in windows until their outputs are taken
-        runs, answers, handle, places = _answered(executor, chunks, unused, ambient.capture())
-        return _outputs(executor, runs, answers, unused, handle, lend, places)
+    with executor.lock:  # nobody else's call may come between
+        return start(executor, chunks, unused).finish(lend)
 
 
-def _answered(
+def start(
     executor: Executor,
     chunks: Sequence[ForwardChunk],
-    unused: UnusedGrads,
-    context: ambient.CallContext,
-) -> tuple[list[_Run], list[Answer], GraphHandle, Any]:
-    """Run all chunks, and do to the module what their answers say."""
-    with executor.trip():
-        # One number of the caller's generator: the same seed repeats all chunks (row A10).
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        threads = executor.replica_set.threads(len(chunks))
-        optional = unused == "none"  # torch would call hooks with None
-        runs = [
-            _Run(executor, chunk, i, seed, context, threads, optional)
-            for i, chunk in enumerate(chunks)
-        ]
-        masters = {run.master.number: run.master for run in runs}
-        seen: set[int] = set()
-        for one in runs:
-            one.first = one.master.number not in seen
-            seen.add(one.master.number)
-        places = groups.places(executor, chunks)
-        code = any(one.sends_code for one in runs)
-        while True:
-            for master in masters.values():
-                _look(master, code)  # [2] look
-            marks = {number: master.mark() for number, master in masters.items()}
-            for one in runs:
-                if one.master.resident is not None:  # in time: chunks may wait for each other
-                    one.master.resident.weights.ready(one.chunk.slot)
-                one.group = None if places is None else places(range(len(runs)))[one.number]
-                one.begin(marks[one.master.number])
-            slots = [one.chunk.slot for one in runs]
-            lacking = functools.partial(runs[0].master.lacking, [slot.revisions for slot in slots])
-            spread = groups.direct(executor, slots, lacking) if len(masters) == 1 else {}
-            for one in runs:
-                one.place = spread.get(one.number)
-            handle = GraphHandle([one.graph for one in runs if one.graph is not None])
-            calls = [one.call() for one in runs]
-            edited: list[bool] = []
-
-            def verify(edited: list[bool] = edited) -> None:
-                edited.extend(master.verify() for master in masters.values())  # [5] verify
-
-            leave = functools.partial(groups.forget, executor) if places or spread else None
-            try:
-                answers = executor.dispatcher.run(calls, verify, leave)  # [7] wait
-            except BaseException:  # some may have been sent, and wait for the others
-                if leave is not None:
-                    leave()
-                raise
-            if not any(edited):
-                break
-            # Contents had changed behind their versions: the same forward, with these.
-            executor.replica_set.recorder.totals.reruns += 1
-        executor.replica_set.recorder.totals.forwards += 1
-        # Also where another chunk raises: upstream's replica 0 wrote to the master itself (row R6).
-        for one, answer in zip(runs, answers, strict=True):
-            if one.first and answer.writes.slots:  # [8] effects
-                found = one.master.write_back(answer.writes, keep=one.graph is not None)
-                for other in runs:
-                    if other.master is one.master:
-                        other.overlay = found
-        apply_warnings(answers)
-        for one, answer in zip(runs, answers, strict=True):
-            if answer.failure is not None and answer.failure.loading:
-                _refuse_unloadable(one.chunk, answer.failure)
-        if places is not None and any(answer.failure is not None for answer in answers):
-            groups.forget(executor)  # who failed has left it
-        raise_first(answers, calls)
-        return runs, answers, handle, places
-
-
-def _look(master: Master, code: bool) -> None:
-    """Look at a module, after the steps that replicas make of it."""
-    if master.resident is not None:
-        master.resident.collect()
-    master.sync(code)
-    if master.edited:
-        master.resident.recall()
-
-
-def begin(executor: Executor, chunk: ForwardChunk, chunks: int, compare: bool) -> Callable[[], Any]:
-    """Send one chunk without gradients, of which nothing is written back; returns what waits for
-    its output.
+    unused: UnusedGrads = "zeros",
+    at_once: int | None = None,
+) -> Forward:
+    """Send all chunks of a call. Others may be sent before it is finished.
 
     Args:
         executor: The executor.
-        chunk: The chunk.
-        chunks: How many run at once.
-        compare: True if contents are compared, too: it cannot run again where they differ.
+        chunks: The chunks.
+        unused: The gradients of unused parameters.
+        at_once: How many chunks of several calls run at once: none of them writes back. None for
+            a call that runs alone.
     """
-    context = ambient.capture()._replace(grad=False)
+    ambient.refuse_transforms()
+    _refuse_tangents(chunks)
+    context = ambient.capture()
     with executor.trip():
+        # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        threads = executor.replica_set.threads(chunks)
-        one = _Run(executor, chunk, 0, seed, context, threads)
-        _look(one.master, one.sends_code)
-        if compare and one.master.verify():
-            _look(one.master, one.sends_code)
-        one.begin(one.master.mark())
-        call = one.call()
-        pending = executor.dispatcher.send(executor.replica_set.choose(chunk.slot, {}), call)
+        threads = executor.replica_set.threads(at_once or len(chunks))
+        settings = _Settings(executor, context, seed, threads, unused)
+        masters: dict[int, Master] = {}
+        calls = []
+        for i, given in enumerate(chunks):
+            master = executor.master(given.module)
+            first = at_once is None and master.number not in masters
+            masters[master.number] = master
+            chunk = Chunk(i, given.slot, master, given.where, first)
+            calls.append(ForwardCall(settings, chunk, given))
+        slots = [given.slot for given in chunks]
+        together = groups.have_layers(chunks)
+        code = any(call.sends_code for call in calls)
+        while True:
+            for master in masters.values():
+                if master.resident is not None:
+                    master.resident.collect()
+                master.sync(code)  # [2] look
+                if master.edited:
+                    master.resident.recall()
+            marks = {number: master.mark() for number, master in masters.items()}
+            seats = groups.of_layers(executor, slots) if together else ()
+            spread: Sequence[ExchangeRequest] = ()
+            if len(masters) == 1:
+                spread = groups.direct(
+                    executor,
+                    slots,
+                    lambda: calls[0].chunk.master.lacking([slot.revisions for slot in slots]),
+                )
+            for i, call in enumerate(calls):
+                mark = marks[call.model]
+                call.begin(mark, seats[i] if seats else None, spread[i] if spread else None)
+            handle = GraphHandle([call.makes for call in calls if call.makes is not None])
+            grouped = bool(seats or spread)
+            flight = executor.dispatcher.start(Flight(calls, grouped, together))
+            # Replicas compute now, and this process has time.
+            edited = [master.verify() for master in masters.values()]  # [5] verify
+            if not any(edited):
+                return Forward(settings, calls, slots if together else None, flight, handle)
+            # Contents had changed behind their versions: the same forward, with these.
+            executor.dispatcher.finish(flight)
+            executor.replica_set.recorder.totals.reruns += 1
 
-    def finish() -> Any:
-        with executor.lock:
+
+@dataclass
+class Forward:
+    """A call whose chunks were sent.
+
+    Attributes:
+        settings: Those of all chunks.
+        calls: The chunks.
+        together: Their slots, if layers exchange tensors.
+        flight: Their requests.
+        handle: Frees their graphs.
+    """
+
+    settings: _Settings
+    calls: Sequence[ForwardCall]
+    together: Sequence[ReplicaSlot] | None
+    flight: Flight
+    handle: GraphHandle
+
+    def finish(self, lend: bool = False) -> list[Any]:
+        """Do to the module what the answers say, and return the outputs.
+
+        Args:
+            lend: True if outputs may lie in memory that the next call overwrites. The caller holds
+                the executor's lock then, until it has copied them.
+        """
+        executor = self.settings.executor
+        with executor.lock:  # answers lie in windows until their outputs are taken
             with executor.trip():
-                answer = executor.dispatcher.receive(pending)
-                if answer is None or answer.lacking:
-                    answer = executor.dispatcher.run([call])[0]
-            executor.replica_set.recorder.totals.forwards += 1
-            apply_warnings([answer])
-            raise_first([answer], [call])
-            return _outputs(executor, [one], [answer], "zeros", GraphHandle([]), False, None)[0]
+                answers = executor.dispatcher.finish(self.flight)  # [7] wait
+                # The weights have arrived: who fails now has left no group, but for layers'.
+                self.flight.grouped = self.flight.together
+                executor.replica_set.recorder.totals.forwards += 1
+                # Also where another chunk raises: upstream's replica 0 wrote to the master itself
+                # (row R6).
+                written: dict[int, dict[int, Tensor]] = {}
+                for call, answer in zip(self.calls, answers, strict=True):
+                    if call.chunk.first and answer.writes.slots:  # [8] effects
+                        keep = call.makes is not None
+                        written[call.model] = call.chunk.master.write_back(answer.writes, keep)
+                for call in self.calls:
+                    call.overlay = written.get(call.model, {})
+                executor.dispatcher.effects(self.flight, answers)
+            rows: list[list[Tensor]] = []
+            for call, answer in zip(self.calls, answers, strict=True):
+                lends = lend and _may_lend(answer.value)
+                row = []
+                for t in answer.value.tensors:
+                    mine = t.detach().to(call.home)
+                    if not lends and mine.device == t.device:
+                        mine = mine.clone()
+                    row.append(mine.requires_grad_(t.requires_grad and call.makes is not None))
+                rows.append(row)
+            if any(t.requires_grad for row in rows for t in row):
+                self._attach(answers, rows)
+            return [answer.value.load(row) for answer, row in zip(answers, rows, strict=True)]
 
-    return finish
-
-
-def _outputs(
-    executor: Executor,
-    runs: Sequence[_Run],
-    answers: Sequence[Answer],
-    unused: UnusedGrads,
-    handle: GraphHandle,
-    lend: bool,
-    places: Any,
-) -> list[Any]:
-    """Take the outputs out of the answers, and make them part of torch's graph. [9]"""
-    rows: list[list[Tensor]] = []
-    for one, answer in zip(runs, answers, strict=True):
-        device = one.master.home
-        row = []
-        lends = lend and _may_lend(answer.value)
-        for t in answer.value.tensors:
-            mine = home_of(t.detach(), device)
-            if not lends and mine.device == t.device:
-                mine = mine.clone()
-            row.append(mine.requires_grad_(t.requires_grad and one.graph is not None))
-        rows.append(row)
-    if any(t.requires_grad for row in rows for t in row):
-        _attach(executor, runs, answers, unused, handle, rows, places)
-    return [answer.value.load(row) for answer, row in zip(answers, rows, strict=True)]
+    def _attach(self, answers: Sequence[Answer], rows: list[list[Tensor]]) -> None:
+        """Make the outputs part of torch's graph."""
+        leaves: list[Leaf] = []
+        known: dict[int, int] = {}
+        marks = {call.model: call.chunk.master.mark() for call in self.calls}
+        alike: dict[tuple[int, bool], list[int | None]] = {}  # where chunks reach the same leaves
+        parts: dict[int, Part] = {}
+        optional = self.settings.unused == "none"
+        for call, answer, row in zip(self.calls, answers, rows, strict=True):
+            if call.makes is None or not any(t.requires_grad for t in row):
+                continue
+            reached = iter(answer.reached)
+            master, detach = call.chunk.master, call.given.detach
+            own, told = alike.get((call.model, detach)), False
+            found: list[tuple[Tensor, str, bool]] = []
+            for t, kind in master.leaves() if own is None else ():
+                asks = optional or kind == "attribute"
+                told = told or asks
+                there = next(reached) if asks else True
+                found.append((t, kind, there and not detach))
+            count = len(found)
+            found += [(t, "input", next(reached)) for t in call.inputs]
+            numbers: list[int | None] = []
+            for t, kind, there in found:
+                if there and id(t) not in known:
+                    known[id(t)] = len(leaves)
+                    leaves.append(Leaf(t, kind))
+                numbers.append(known[id(t)] if there else None)
+            inputs = numbers[count:]
+            if own is None:
+                own = numbers[:count]
+                if not told:
+                    alike[call.model, detach] = own
+            mark = marks[call.model]
+            parts[call.chunk.number] = Part(call.makes, call.chunk, mark, own, inputs)
+        if not leaves:
+            for row in rows:
+                for t in row:
+                    t.requires_grad_(False)
+            return
+        for call in self.calls:
+            call.keep()
+        settings = self.settings
+        node = CallNode(settings.executor, leaves, settings.unused, group=self.together)
+        node.parts = parts
+        attach(node, self.handle, dict(enumerate(rows)))  # [9] attach
 
 
 def _may_lend(value: Parcel) -> bool:
     """Tell if gathering copies all tensors of a value."""
     found = [*batch.tensors_in(value.load())]
     return not batch.registered and len(found) == len(value.tensors)
-
-
-def _attach(
-    executor: Executor,
-    runs: Sequence[_Run],
-    answers: Sequence[Answer],
-    unused: UnusedGrads,
-    handle: GraphHandle,
-    rows: list[list[Tensor]],
-    places: Any,
-) -> None:
-    leaves: list[Leaf] = []
-    known: dict[int, int] = {}
-
-    marks = {one.master.number: one.master.mark() for one in runs}
-    alike: dict[tuple[int, bool], list[int | None]] = {}  # where chunks reach the same leaves
-    parts: dict[int, Part] = {}
-    for one, answer, row in zip(runs, answers, rows, strict=True):
-        if one.graph is None or not any(t.requires_grad for t in row):
-            continue
-        reached = iter(answer.reached)
-        master, detach = one.master, one.chunk.detach
-        own, told = alike.get((master.number, detach)), False
-        found: list[tuple[Tensor, str, bool]] = []
-        for t, kind in master.leaves() if own is None else ():
-            asks = one.optional or kind == "attribute"
-            told = told or asks
-            there = next(reached) if asks else True
-            found.append((t, kind, there and not detach))
-        count = len(found)
-        found += [(t, "input", next(reached)) for t in one.inputs]
-        numbers: list[int | None] = []
-        for t, kind, there in found:
-            if there and id(t) not in known:
-                known[id(t)] = len(leaves)
-                leaves.append(Leaf(t, kind))
-            numbers.append(known[id(t)] if there else None)
-        inputs = numbers[count:]
-        if own is None:
-            own = numbers[:count]
-            if not told:
-                alike[master.number, detach] = own
-        mark = marks[master.number]
-        where, slot = one.chunk.where, one.chunk.slot
-        parts[one.number] = Part(one.graph, slot, master, mark, own, inputs, one.first, where)
-    if not leaves:
-        for row in rows:
-            for t in row:
-                t.requires_grad_(False)
-        return
-    for one in runs:
-        one.keep()
-    call = CallNode(executor, leaves, unused, group=places)
-    call.parts = parts
-    attach(call, handle, dict(enumerate(rows)))  # [9] attach
 
 
 def _refuse_tangents(chunks: Sequence[ForwardChunk]) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.devices.memory import is_used
-from raydp_parallel.driver.dispatcher import home_of
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import Answer
 
@@ -111,7 +110,7 @@ class Sums:
         there = [at for at, grad in zip(numbers, row, strict=True) if grad is not None]
         for at, view in zip(there, row.layout.views(self._run), strict=True):
             if at is not None:
-                view = home_of(view, self._leaves[at].tensor.device)
+                view = view.to(self._leaves[at].tensor.device)
                 other = self._sums.get(at)  # of a parameter that is an input, too
                 self._sums[at] = view if other is None else view + other
 
@@ -120,7 +119,7 @@ class Sums:
             if at is None or grad is None:
                 continue
             self._given[at] = self._given.get(at, 0) + 1
-            grad, total = home_of(grad, self._leaves[at].tensor.device), self._sums.get(at)
+            grad, total = grad.to(self._leaves[at].tensor.device), self._sums.get(at)
             if total is None:
                 self._sums[at] = grad.detach().clone()
                 continue

@@ -8,20 +8,20 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.driver.dispatcher import ChunkCall
+from raydp_parallel.driver.dispatcher import PlainCall
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
-from raydp_parallel.wire.group import check_apart, close_store, open_store
+from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import ExchangeRequest
 
-log = logging.getLogger("raydp_parallel")
+if TYPE_CHECKING:
+    from raydp_parallel.driver.forward import ForwardChunk
 
-Places = Callable[[Sequence[int]], dict[int, ExchangeRequest]]
-"""Gives the chunks of one trip their places in a group."""
+log = logging.getLogger("raydp_parallel")
 
 _PATIENCE = 300.0
 """Seconds that chunks wait for each other, without a ``call_timeout``."""
@@ -41,13 +41,17 @@ _LEAST = 1 << 20
 _names = itertools.count(1)
 
 
-class _Group:
+class Group:
     """A group of some replicas, each in one life.
 
     Args:
         slots: The slots that have them.
         patience: Seconds that they wait for each other.
         nccl: True if tensors go by NCCL.
+
+    Attributes:
+        seats: The members' places in it, in the order of the slots.
+        address: The store by which they find each other.
     """
 
     def __init__(self, slots: Sequence[ReplicaSlot], patience: float, nccl: bool) -> None:
@@ -59,10 +63,10 @@ class _Group:
         links = [getattr(slot.client, "link", "") for slot in slots]
         root = links.index("ipc") if "ipc" in links else 0
         self.nccl = nccl
-        self.places = {
-            i: ExchangeRequest(name, i, len(slots), patience, nccl=nccl, root=root)
+        self.seats = [
+            ExchangeRequest(name, i, len(slots), patience, nccl=nccl, root=root)
             for i in range(len(slots))
-        }
+        ]
 
     def close(self) -> None:
         """Let the members leave."""
@@ -70,76 +74,85 @@ class _Group:
         self._store = None
 
 
-def places(executor: Executor, chunks: Sequence[Any]) -> Places | None:
-    """Return what gives chunks their places; None if their layers do not exchange anything."""
+def have_layers(chunks: Sequence[ForwardChunk]) -> bool:
+    """Tell if layers of chunks exchange tensors."""
     if len(chunks) < 2 or not SyncBatchNorm.made:
-        return None
+        return False
     modules = {id(chunk.module): chunk.module for chunk in chunks}
     parts = [part for module in modules.values() for part in module.modules()]
     if not any(isinstance(part, SyncBatchNorm) and part.exchanges for part in parts):
-        return None
+        return False
     if len(modules) > 1:
         raise ValueError("synchronised batch norm: apply each module alone")
-    slots = [chunk.slot for chunk in chunks]
-    check_apart(slots)
-
-    def give(numbers: Sequence[int]) -> dict[int, ExchangeRequest]:
-        if not all(slot.ready for slot in slots):
-            executor.replica_set.grow(executor.options.placement_timeout)
-        found = members(executor, slots)
-        return {i: found[i]._replace(layers=True) for i in numbers}
-
-    return give
+    if len({chunk.slot for chunk in chunks}) < len(chunks):
+        raise ValueError(
+            "synchronised batch norm needs a replica for each chunk: chunks of a device that is "
+            "given twice run one after the other"
+        )
+    return True
 
 
-def members(executor: Executor, slots: Sequence[ReplicaSlot]) -> dict[int, ExchangeRequest]:
-    """Return the places, by number, in a group of all replicas that these slots have now."""
+def of_layers(executor: Executor, slots: Sequence[ReplicaSlot]) -> list[ExchangeRequest]:
+    """Return the seats of replicas whose layers exchange tensors. None may be missing."""
+    if not all(slot.ready for slot in slots):
+        executor.replica_set.grow(executor.options.placement_timeout)
+    return [seat._replace(layers=True) for seat in join(executor, slots).seats]
+
+
+def direct(
+    executor: Executor, slots: Sequence[ReplicaSlot], size: Callable[[], int]
+) -> list[ExchangeRequest]:
+    """Return the seats in a group in which tensors of some size go from GPU to GPU; none if there
+    is no NCCL, or they are small.
+    """
+    if not _may_use_nccl(executor, slots) or size() < _LEAST:
+        return []
+    group = join(executor, slots)
+    return group.seats if group.nccl else []
+
+
+def join(executor: Executor, slots: Sequence[ReplicaSlot]) -> Group:
+    """Return the group of all replicas that these slots have now."""
     key = tuple([(slot.index, slot.life) for slot in slots])
-    if key not in executor.groups:
-        if len(executor.groups) >= _MOST_GROUPS:
-            forget(executor)
-        patience = executor.options.call_timeout or _PATIENCE
-        for nccl in (True, False) if _may_use_nccl(executor, slots) else (False,):
-            group = _Group(slots, patience, nccl)
-            try:
-                if _join(executor, slots, group):
-                    executor.groups[key] = group
-                    break
-            finally:
-                if key not in executor.groups:  # also after Ctrl-C
-                    group.close()
-        else:
-            return group.places  # who uses them finds out, and others are made next time
-    return executor.groups[key].places  # type: ignore[no-any-return]
-
-
-def forget(executor: Executor) -> None:
-    """Make other groups next time: a member has left one, and all others leave theirs now."""
-    while executor.groups:
-        executor.groups.popitem()[1].close()
+    if key in executor.groups:
+        return executor.groups[key]
+    if len(executor.groups) >= _MOST_GROUPS:
+        executor.dispatcher.leave()
+    patience = executor.options.call_timeout or _PATIENCE
+    for nccl in (True, False) if _may_use_nccl(executor, slots) else (False,):
+        group = Group(slots, patience, nccl)
+        try:
+            if _join(executor, slots, group):
+                executor.groups[key] = group
+                break
+        finally:
+            if key not in executor.groups:  # also after Ctrl-C
+                group.close()
+    return group  # if they did not find each other, who uses it finds out
 
 
 def _may_use_nccl(executor: Executor, slots: Sequence[ReplicaSlot]) -> bool:
     """Tell if these are all GPUs of the executor, each a whole card: NCCL takes gigabytes for each
     set of them, and refuses a second part of one card.
     """
-    if "nccl" not in executor.options.ways or executor.failed_joins >= _MOST_JOINS:
+    hellos = [slot.client.hello for slot in slots if slot.client is not None]
+    gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if hello.gpu}
+    if not 1 < len(gpus) == len(slots) or any("MIG" in hello.gpu for hello in hellos):
         return False
     everyone = {slot for slot in executor.replica_set.ready() if slot.client.hello.gpu}
-    hellos = [slot.client.hello for slot in everyone]
-    gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if "MIG" not in hello.gpu}
-    return {*slots} == everyone and 1 < len(gpus) == len(slots)
+    enough = executor.failed_joins < _MOST_JOINS and "nccl" in executor.options.ways
+    return enough and {*slots} == everyone
 
 
-def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bool:
+def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: Group) -> bool:
     """Let replicas join a group, and try NCCL, if it uses that; tell if it works."""
     begun, dispatcher = time.monotonic(), executor.dispatcher
     sent = []
-    for slot, place in zip(slots, group.places.values(), strict=True):
-        place = place._replace(address=group.address)
-        sent.append(dispatcher.send(slot, ChunkCall(slot, "join", lambda _, p=place: p, 0)))  # type: ignore[misc]
+    for slot, seat in zip(slots, group.seats, strict=True):
+        seat = seat._replace(address=group.address)
+        sent.append(dispatcher.send(slot, PlainCall(slot, "join", seat)))
     limit = executor.replica_set.options.call_timeout
-    dispatcher.watch(sent, group.close, _TRIAL if group.nccl else limit)
+    dispatcher.wait_or_leave(sent, group.close, _TRIAL if group.nccl else limit)
     problem, died, late, until = "", "", "", time.monotonic() + _GRACE
     for slot, pending in zip(slots, sent, strict=True):
         left = max(0.0, until - time.monotonic())
@@ -164,15 +177,3 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: _Group) -> bo
     text = "weights and gradients of %d GPUs go by NCCL (tried in %.1f s)"
     log.info(text, len(slots), time.monotonic() - begun)
     return True
-
-
-def direct(
-    executor: Executor, slots: Sequence[ReplicaSlot], size: Callable[[], int]
-) -> dict[int, ExchangeRequest]:
-    """Return the places in a group in which tensors of some size go from GPU to GPU; none if there
-    is no NCCL, or they are small.
-    """
-    if not _may_use_nccl(executor, slots) or size() < _LEAST:
-        return {}
-    found = members(executor, slots)
-    return found if found[0].nccl else {}

@@ -29,7 +29,7 @@ from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
-from raydp_parallel.driver.dispatcher import ChunkCall, Pending, own
+from raydp_parallel.driver.dispatcher import Pending, PlainCall, own
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.driver.resident_gradients import Gradients, Sum
@@ -66,16 +66,10 @@ class _Plan:
     step: StepRequest  # but for the member's place in the group
     sums: list[Sum]  # that it sums
     members: list[tuple[ReplicaSlot, int]] = field(default_factory=list)  # with their lives
-    calls: list[ChunkCall] = field(default_factory=list)  # theirs
+    calls: list[PlainCall] = field(default_factory=list)  # theirs
     sent: list[Pending | None] = field(default_factory=list)  # None where the replica was gone
     grouped: bool = False  # members exchange tensors
     tries: int = 0  # how often nobody could make it
-
-
-def _call(
-    slot: ReplicaSlot, phase: str, request: ResumeRequest | SnapshotRequest | StepRequest
-) -> ChunkCall:
-    return ChunkCall(slot, phase, lambda _: request, request.model)
 
 
 class Weights:
@@ -137,7 +131,7 @@ class Weights:
             value = parcel(optimizers, "optimizer")
             update = self._executor.update(self._master, slot, weights)
             request = ResumeRequest(model, update, tuple(self._master.trained), value)
-            answer = self._executor.dispatcher.ask(_call(slot, "resume", request))
+            answer = self._executor.dispatcher.ask(PlainCall(slot, "resume", request))
             if answer is not None and answer.lacking:
                 slot.revisions.pop(model, None)
             elif answer is not None:
@@ -158,7 +152,7 @@ class Weights:
             if source is None:
                 raise self._lost()
             request = SnapshotRequest(self._master.number, weights, states)
-            answer = self._executor.dispatcher.ask(_call(source, "step", request))
+            answer = self._executor.dispatcher.ask(PlainCall(source, "step", request))
             if answer is not None:
                 found: tuple[dict[int, Tensor], dict[int, States]] = own(answer).value.load()
                 return found
@@ -405,7 +399,7 @@ class Resident:
         again = bool(chunks) and self._normed == last
         self._normed = None if plan.step.norm is None else last
         plan.grouped = bool(chunks) and len(slots) > 1 and not again
-        places = groups.members(executor, slots) if plan.grouped else {}
+        seats = groups.join(executor, slots).seats if plan.grouped else None
         plan.step = plan.step._replace(
             summed=tuple([one.slot for one in plan.sums]),
             chunks=tuple(chunks),
@@ -416,8 +410,8 @@ class Resident:
         )
         plan.calls, plan.sent = [], []
         for i, slot in enumerate(slots):
-            request = plan.step._replace(exchange=places.get(i))
-            plan.calls.append(_call(slot, "step", request))
+            request = plan.step._replace(exchange=None if seats is None else seats[i])
+            plan.calls.append(PlainCall(slot, "step", request))
         self.weights.coming = plan
         self._go_on(plan)
 
@@ -442,7 +436,7 @@ class Resident:
             self._go_on(plan)
             if plan.grouped:
                 limit = executor.replica_set.options.call_timeout
-                executor.dispatcher.watch(plan.sent, lambda: groups.forget(executor), limit)
+                executor.dispatcher.wait_or_leave(plan.sent, executor.dispatcher.leave, limit)
             done, tried, failed, value = [], [], None, None
             for member, pending in zip(plan.members, plan.sent, strict=True):
                 answer = None if pending is None else executor.dispatcher.receive(pending)
@@ -458,7 +452,7 @@ class Resident:
                         tried.append(member)
             done = done or tried  # an exception of all: what they did is the step
             if len(done) < len(plan.members):
-                groups.forget(executor)
+                executor.dispatcher.leave()
             if not done:  # nobody that lives has stepped
                 plan.tries += 1
                 if failed is None and plan.tries < _MOST_TRIES:

@@ -8,7 +8,7 @@ program has cleared it. All that one chunk keeps lies in one replica. See [Note:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.driver.dispatcher import ChunkCall, Recipe, RemoteGraph, raise_first
+from raydp_parallel.driver.dispatcher import Call, Flight, PlainCall, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.errors import GraphLost
@@ -41,29 +41,42 @@ class Sum:
 
 
 class Kept(RemoteGraph):
-    """Gradients that a chunk has kept. As a graph, they are made again where it goes on.
+    """Gradients that a chunk has kept. As a graph, they are made again where it goes on: by the
+    backwards that did it, unless a step has changed the weights.
 
     Args:
         chunk: The chunk's number.
         sums: The gradients that it may be a part of.
-
-    Attributes:
-        trips: The backwards that did it; None once a step has changed the weights.
     """
 
     def __init__(self, chunk: int, sums: Mapping[Tensor, Sum]) -> None:
         super().__init__(chunk)
-        self.trips: list[Recipe] | None = []
-        self.recipe, self._sums = self._again, sums
+        self.recipe, self._sums = [], sums
 
-    def _again(self, slot: ReplicaSlot) -> Iterator[ChunkCall]:
-        if self.trips is None:  # it is missed where it is used, and not where it is cleared
+    def again(self, slot: ReplicaSlot, phase: str) -> list[Call]:
+        """Return these backwards."""
+        if self.recipe is None:  # it is missed where it is used, and not where it is cleared
             for one in self._sums.values():
                 one.missed = one.missed or self.key in one.chunks
                 one.chunks.discard(self.key)
-            self.trips = []
-        for trip in self.trips:
-            yield from trip(slot)
+            self.recipe = []
+        return self.recipe
+
+
+class _Ask(PlainCall):
+    """Asks for gradients that a chunk has kept."""
+
+    def __init__(self, kept: Kept, gradients: Gradients, sums: Sequence[Sum]) -> None:
+        assert kept.slot is not None
+        master = gradients._master
+        request = GradientsRequest(master.number, tuple([one.slot for one in sums]), kept.key)
+        super().__init__(kept.slot, "step", request)
+        self.home, self.needs = master.home, [kept]
+        self._gradients, self._sums = gradients, sums
+
+    def prepare(self, slot: ReplicaSlot) -> None:
+        """Refuse to ask for what has gone with its replica, which may just have died."""
+        self._gradients.refuse_missed(self._sums)
 
 
 class Gradients:
@@ -120,11 +133,11 @@ class Gradients:
         """Return what a chunk has kept so far, which its next backward adds to."""
         return self._kept.setdefault(chunk, Kept(chunk, self.sums))
 
-    def note(self, chunk: int, parameters: Sequence[Tensor], trip: Recipe) -> None:
-        """Note what a chunk's backward has kept, and what makes it again."""
-        trips = self._kept[chunk].trips
-        if trips is not None:
-            trips.append(trip)
+    def note(self, chunk: int, parameters: Sequence[Tensor], trip: Call) -> None:
+        """Note what a chunk's backward has kept, and that it makes it again."""
+        recipe = self._kept[chunk].recipe
+        if recipe is not None:
+            recipe.append(trip)
         for p in parameters:
             self.sums[p].chunks.add(chunk)
 
@@ -168,16 +181,10 @@ class Gradients:
 
     def _ask(self, chunk: int, sums: Sequence[Sum]) -> Sequence[Tensor]:
         """Fetch gradients that a chunk has kept; valid until the next call."""
-
-        def request(slot: ReplicaSlot) -> GradientsRequest:
-            self.refuse_missed(sums)  # the replica that had them may just have died
-            return GradientsRequest(self._master.number, tuple([s.slot for s in sums]), chunk)
-
-        kept, model, home = self._kept[chunk], self._master.number, self._master.home
-        assert kept.slot is not None
-        call = ChunkCall(kept.slot, "step", request, model, needs=[kept], home=home)
-        answers = self._executor.dispatcher.run([call])
-        raise_first(answers, [call])
+        dispatcher = self._executor.dispatcher
+        flight = dispatcher.start(Flight([_Ask(self._kept[chunk], self, sums)]))
+        answers = dispatcher.finish(flight)
+        dispatcher.effects(flight, answers)
         found: Sequence[Tensor] = answers[0].value
         return found
 
@@ -204,7 +211,7 @@ class Gradients:
     def stepped(self) -> None:
         """Note that weights have changed, with which nothing can be made again."""
         for kept in self._kept.values():
-            kept.trips = None
+            kept.recipe = None
 
     def leave(self, parameters: Collection[Tensor]) -> None:
         """Bring what only replicas have of parameters that leave."""

@@ -89,15 +89,6 @@ def close_store(store: Any) -> None:
         store.map[0] = _LEFT
 
 
-def check_apart(slots: Sequence[Any]) -> None:
-    """Refuse chunks that run one after the other: none of them could wait for the others."""
-    if len({*map(id, slots)}) < len(slots):
-        raise ValueError(
-            "synchronised batch norm needs a replica for each chunk: chunks of a device that is "
-            "given twice run one after the other"
-        )
-
-
 class Abandoned(RuntimeError):
     """Tells a member that the others do not answer: one of them failed, or ended."""
 

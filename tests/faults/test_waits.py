@@ -225,7 +225,7 @@ def test_a_death_while_another_joins(
     limit: float | None, killable: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that joins late neither waits for the dead, nor counts as one that hangs."""
-    join, close = groups._join, groups._Group.close
+    join, close = groups._join, groups.Group.close
 
     def dying(executor: Executor, slots: Any, group: Any) -> Any:
         late, dead = (slot.client.hello.pid for slot in slots)
@@ -237,13 +237,13 @@ def test_a_death_while_another_joins(
             os.kill(late, signal.SIGCONT)
 
         monkeypatch.undo()
-        monkeypatch.setattr(groups._Group, "close", left)
+        monkeypatch.setattr(groups.Group, "close", left)
         return join(executor, slots, group)
 
     deaths, found = killable.stats().deaths, []
     for disturbed in (False, True):
         model, optimizer = trained(killable)
-        groups.forget(killable)
+        killable.dispatcher.leave()
         if disturbed:
             monkeypatch.setattr(groups, "_join", dying)
         with limited(killable, limit):
