@@ -356,7 +356,7 @@ class Backward:
         }
         leaves = [Leaf(grad, "input") for grads in incoming.values() for grad in grads]
         derived = CallNode(call.executor, leaves, call.unused, [*self._stash], call.group)
-        self._graphs = {i: RemoteGraph(call.executor.next_key()) for i in incoming}
+        self._graphs = {i: RemoteGraph(next(call.executor.keys)) for i in incoming}
         handle = GraphHandle([*self._graphs.values()], pinned)
         rows: dict[int, list[Tensor]] = {}
         places: list[tuple[int, int, int]] = []

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Literal
 
-from raydp_parallel.batch import Keywords
-from raydp_parallel.errors import warn
-
 OnError = Literal["raise", "skip"]
-Begin = Callable[[int, tuple[object, ...], Keywords], Callable[[], object]]
+Begin = Callable[[int, tuple[object, ...], dict[str, object]], Callable[[], Any]]
 """Sends a batch, of a number; returns what waits for its output."""
 
 
 def check(in_flight: object, on_error: object) -> None:
     """Check the arguments of `DataParallel.map`."""
-    if in_flight is None:
-        in_flight = 1
-    if isinstance(in_flight, bool) or not isinstance(in_flight, int):
+    if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int)):
         raise TypeError(f"map: in_flight must be an int or None, got {in_flight!r}")
-    if in_flight < 1:
+    if in_flight is not None and in_flight < 1:
         raise ValueError(f"map: in_flight={in_flight}, expected at least 1")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"map: on_error={on_error!r}, expected 'raise' or 'skip'")
@@ -37,21 +33,19 @@ def outputs(
         in_flight: The most that are sent and have not given their outputs.
         on_error: ``"raise"`` if a batch that fails ends everything.
     """
-    flying: deque[tuple[int, Callable[[], object]]] = deque()
+    flying: deque[tuple[int, Callable[[], Any]]] = deque()
     skipped: list[str] = []
-    loader, number, more = iter(batches), 0, True
-    fault: Exception | None = None
+    loader, number = iter(batches), 0
+    end: Exception | None = None  # of the loader: raised after the outputs before it
     try:
-        while more or flying:
-            if more and len(flying) < in_flight:
+        while end is None or flying:
+            if end is None and len(flying) < in_flight:
                 try:
-                    args, kwargs = _arguments(next(loader))
-                except StopIteration:
-                    more = False
-                except Exception as error:  # of the loader: raised after the outputs before it
-                    fault, more = error, False
+                    batch = next(loader)
+                except Exception as error:
+                    end = error
                 else:
-                    flying.append((number, begin(number, args, kwargs)))
+                    flying.append((number, begin(number, *_arguments(batch))))
                     number += 1
                 continue
             at, finish = flying.popleft()
@@ -60,11 +54,12 @@ def outputs(
             except Exception as error:
                 if on_error == "raise":
                     raise
-                skipped.append(f"batch {at}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                text = str(error).partition("\n")[0]
+                skipped.append(f"batch {at}: {type(error).__name__}: {text}")
             else:
                 yield found
-        if fault is not None:
-            raise fault
+        if not isinstance(end, StopIteration):
+            raise end
     finally:
         while flying:  # the loop was left early: no answer may be left behind
             try:
@@ -72,12 +67,10 @@ def outputs(
             except Exception:  # nobody asks for it any more
                 continue
     if skipped:
-        warn(f"map: {len(skipped)} batches failed: {'; '.join(skipped)}")
+        warnings.warn(f"map: {len(skipped)} batches failed: {'; '.join(skipped)}", stacklevel=2)
 
 
-def _arguments(batch: object) -> tuple[tuple[object, ...], Keywords]:
+def _arguments(batch: object) -> tuple[tuple[object, ...], dict[str, object]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    return (batch,), {}
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

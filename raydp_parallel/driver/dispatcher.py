@@ -17,13 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from raydp_parallel.cluster.clients import Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
+from raydp_parallel.driver.gradients import Sums
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
@@ -157,23 +158,17 @@ class PlainCall(Call):
         return self._request
 
 
+@dataclass(eq=False)
 class Pending:
-    """A request that was sent.
+    """A request to a replica."""
 
-    Attributes:
-        sent: True if the replica got it.
-        answer: The answer, if it had to be taken before somebody asked for it.
-        gone: The cause of the replica's end, if that came first.
-    """
-
-    def __init__(self, slot: ReplicaSlot, call: Call) -> None:
-        self.slot = slot
-        self.call = call
-        self.life = slot.life
-        self.sent = False
-        self.answer: Answer | None = None
-        self.gone: str | None = None
-        self.before = (0, 0)
+    slot: ReplicaSlot
+    call: Call
+    life: int
+    before: tuple[int, int] = (0, 0)  # bytes that had been sent, and received
+    sent: bool = False  # the replica got it
+    answer: Answer | None = None  # if it had to be taken before somebody asked for it
+    gone: str | None = None  # the cause of the replica's end, if that came first
 
     @property
     def lives(self) -> bool:
@@ -184,35 +179,18 @@ class Pending:
 
 def own(answer: Answer) -> Answer:
     """Copy an answer's tensors, so that it outlives the next request."""
-    value = answer.value
+    writes = answer.writes._replace(values=_own(answer.writes.values))
+    return answer._replace(value=_own(answer.value), writes=writes)
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, Row):
+        return Row(map(_own, value))
     if isinstance(value, Parcel):
-        value = Parcel(value.skeleton, [_own(t) for t in value.tensors])
-    elif isinstance(value, Row):
-        value = _own_row(value)
-    elif isinstance(value, tuple):
-        value = tuple([_own_row(row) for row in value])
-    writes = answer.writes
-    return answer._replace(
-        value=value, writes=writes._replace(values=Row(map(_own, writes.values)))
-    )
-
-
-def _own_row(row: Row) -> Row:
-    return Row([None if t is None else _own(t) for t in row])
-
-
-def _own(t: Tensor) -> Tensor:
-    return t.detach().clone().requires_grad_(t.requires_grad)
-
-
-class Taking(Protocol):
-    """Takes values of answers in the order of chunks, as they come."""
-
-    def take(self, at: int, answer: Answer) -> None:
-        """Take a value, in memory that is only lent."""
-
-    def own(self) -> None:
-        """Copy what is only lent: replicas are about to write there."""
+        return value._replace(tensors=[*map(_own, value.tensors)])
+    return tuple(map(_own, value)) if isinstance(value, tuple) else value
 
 
 @dataclass
@@ -223,7 +201,7 @@ class Flight:
         calls: One call for each chunk.
         grouped: True if replicas exchange tensors meanwhile: they may wait for each other.
         together: True if layers of the module do, so that no chunk can run again alone.
-        taking: Takes the values of answers as they come; those returned have none then.
+        taking: Adds the gradients of answers as they come; those returned have none then.
         attempt: The number of the attempt.
         sent: The requests of this attempt, by chunk.
         answers: The answers, by chunk.
@@ -234,7 +212,7 @@ class Flight:
     calls: Sequence[Call]
     grouped: bool = False
     together: bool = False
-    taking: Taking | None = None
+    taking: Sums | None = None
     attempt: int = 0
     sent: dict[int, Pending] = field(default_factory=dict)
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -406,7 +384,7 @@ class Dispatcher:
             life: The slot's life for which it was prepared; None if nothing was.
         """
         self.settle(slot)
-        pending = Pending(slot, call)
+        pending = Pending(slot, call, slot.life)
         if not slot.ready or life not in (None, slot.life):
             pending.gone = slot.cause
             return pending

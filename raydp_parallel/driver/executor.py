@@ -62,6 +62,7 @@ class Executor:
         replica_set: The replicas by device.
         groups: The groups in which replicas exchange tensors.
         failed_joins: How often they could not join one that uses NCCL.
+        keys: Numbers for models and graphs.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Executor:
         self.groups: dict[object, Group] = {}
         self.dispatcher = Dispatcher(self.replica_set, self.groups)
         self.failed_joins = 0
-        self._keys = itertools.count(1)
+        self.keys = itertools.count(1)
         self._masters: dict[int, Master] = {}
         self._reporter: Reporter | None = None
         if self.device_ids:
@@ -110,15 +111,11 @@ class Executor:
         that are made on the way serve later calls, and torch lets nobody write to tensors of that
         mode outside of it. Outputs, which are the caller's, are made outside of the block.
         """
-        with self.lock, contextlib.ExitStack() as stack:
+        with self.replica_set.lock, contextlib.ExitStack() as stack:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())  # which torch enables with it
             yield
-
-    def next_key(self) -> int:
-        """Return a number for a model or a graph."""
-        return next(self._keys)
 
     def slots(self, device_ids: Sequence[DeviceId]) -> list[ReplicaSlot]:
         """Return the slots for devices. Where a replica died, another stands in until its successor
@@ -134,7 +131,7 @@ class Executor:
         """Return the driver's side of a module, which all its wrappers share."""
         found = self._masters.get(id(module))
         if found is None or found.structure.module() is None:
-            found = self._masters[id(module)] = Master(module, self.next_key())
+            found = self._masters[id(module)] = Master(module, next(self.keys))
             drop = weakref.finalize(module, _drop, weakref.ref(self), id(module), found.number)
             drop.atexit = False
         return found

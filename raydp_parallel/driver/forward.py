@@ -145,7 +145,7 @@ class ForwardCall(Call):
         self._before = _Before(mark, steps, versions_of(self._tensors()))
         self.makes = None
         if self.settings.grad and (self.inputs or master.leaves()):
-            self.makes = RemoteGraph(self.settings.executor.next_key())
+            self.makes = RemoteGraph(next(self.settings.executor.keys))
             if seat is None:
                 self.makes.recipe = [self]
 
@@ -381,7 +381,11 @@ class Forward:
                 executor.dispatcher.effects(self.flight, answers)
             rows: list[list[Tensor]] = []
             for call, answer in zip(self.calls, answers, strict=True):
-                lends = lend and _may_lend(answer.value)
+                # If gathering copies all of them.
+                lends = lend and not batch.registered
+                lends = lends and len([*batch.tensors_in(answer.value.load())]) == len(
+                    answer.value.tensors
+                )
                 row = []
                 for t in answer.value.tensors:
                     mine = t.detach().to(call.home)
@@ -439,12 +443,6 @@ class Forward:
         node = CallNode(settings.executor, leaves, settings.unused, group=self.together)
         node.parts = parts
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach
-
-
-def _may_lend(value: Parcel) -> bool:
-    """Tell if gathering copies all tensors of a value."""
-    found = [*batch.tensors_in(value.load())]
-    return not batch.registered and len(found) == len(value.tensors)
 
 
 def _refuse_tangents(chunks: Sequence[ForwardChunk]) -> None:

@@ -319,6 +319,23 @@ def test_ctrl_c_while_everybody_is_dead(killable: Executor) -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_ctrl_c_before_a_request_is_sent(
+    killable: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the answer to what was never asked."""
+    model, x = DataParallel(nn.Linear(4, 2), executor=killable), torch.ones(4, 4)
+    expected = model(x)
+    client = killable.replica_set.ready()[1].client
+
+    def pressed() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(client, "moved", pressed)
+        model(x)
+    assert torch.equal(model(x), expected)
+
+
 class Slow(nn.Module):
     """Takes its time in a replay, and in backward."""
 

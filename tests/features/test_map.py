@@ -169,6 +169,16 @@ def test_a_loader_that_fails_raises_after_the_outputs_before(
     assert usable(model)
 
 
+def test_an_edit_that_moves_no_version_is_seen(executor: Executor) -> None:
+    """By each batch that begins after it, as by a call."""
+    net = Picky()
+    found = []
+    for number, out in enumerate(DataParallel(net, executor=executor).map(numbers(6), in_flight=1)):
+        found.append(int(out[0]) - number)
+        net.weight.data.add_(1)
+    assert found == [1, 2, 3, 4, 5, 6]
+
+
 def test_leaving_the_loop_ends_the_map(executor: Executor) -> None:
     """Nothing more is loaded, and each batch that was sent has been computed."""
     model = DataParallel(Picky(), executor=executor)
