@@ -28,7 +28,7 @@ def make(
     ids: Sequence[DeviceId],
     kind: object,
     params: Iterable[object],
-    keywords: dict[str, Any],
+    keywords: Values,
 ) -> torch.optim.Optimizer:
     """Make an optimizer whose steps the replicas of a model make.
 
@@ -65,7 +65,7 @@ class InReplicas(torch.optim.Optimizer):
     _known: Sequence[dict[Tensor, int | None]] = ()  # each group's parameters that replicas got
     _sent: Sequence[Values]  # each group's other values that they have
 
-    def begin(self, resident: Resident, keywords: dict[str, Any]) -> None:
+    def begin(self, resident: Resident, keywords: Values) -> None:
         """Let replicas make the steps from here on."""
         self.number, self.keywords = next(_numbers), keywords
         self._step_supports_amp_scaling = False  # a scaler unscales gradients before the step
@@ -103,7 +103,7 @@ class InReplicas(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Values) -> None:
         """Add a group, which the replicas train from here on."""
         super().add_param_group(param_group)
         if self._resident is not None and self.number in self._resident.weights.optimizers:
@@ -187,7 +187,7 @@ class InReplicas(torch.optim.Optimizer):
             self._resident.recall()
         self.__dict__["state"] = value
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Values) -> None:
         """Load groups and state, and give them to the replicas."""
         assert self._resident is not None
         self._resident.recall()

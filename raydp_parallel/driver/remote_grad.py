@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.state.lagging import BLIND
+from raydp_parallel.state.lagging import BLIND, Args, Function, Named
 from raydp_parallel.wire.codec import StandIn
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class RemoteGrad(StandIn):
     fetches that.
     """
 
-    source: Resident  # its ``fetch`` lets this one, and perhaps others, `arrive`
-    _value: Tensor | None
+    source: Resident  # its ``fetch`` lets this one, and perhaps others, have the value
+    known: Tensor | None  # the value, once it was fetched
     touched: bool  # the program may have written to the value
     lent: bool  # the program may have its memory, where it sees and writes what comes
     zeroed: bool  # it is zero, whatever the replicas keep
@@ -60,26 +60,22 @@ class RemoteGrad(StandIn):
 
     def renew(self) -> None:
         """Stand for what the replicas keep from now on."""
-        self._value, self.touched, self.lent, self.zeroed = None, False, False, False
-
-    def arrive(self, value: Tensor) -> None:
-        """Take the value."""
-        self._value = value
+        self.known, self.touched, self.lent, self.zeroed = None, False, False, False
 
     @property
     def fetched(self) -> bool:
         """Tell if the value is here."""
-        return self._value is not None or self.zeroed
+        return self.known is not None or self.zeroed
 
     def value(self) -> Tensor:
         """Return the value, as an ordinary tensor."""
-        if self._value is None and self.zeroed:
+        if self.known is None and self.zeroed:
             size, stride, at = self.size(), self.stride(), self.device
-            self._value = torch.empty_strided(size, stride, dtype=self.dtype, device=at).zero_()
-        elif self._value is None:
+            self.known = torch.empty_strided(size, stride, dtype=self.dtype, device=at).zero_()
+        elif self.known is None:
             self.source.fetch(self)
-        assert self._value is not None
-        return self._value
+        assert self.known is not None
+        return self.known
 
     def given(self) -> Tensor:
         """Return the value, to keep it and to write there."""
@@ -92,11 +88,11 @@ class RemoteGrad(StandIn):
         if self.lent:
             self.value().zero_()
         else:
-            self._value, self.zeroed = None, True
+            self.known, self.zeroed = None, True
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+        cls, func: Function, types: Iterable[type], args: Args = (), kwargs: Named = None
     ) -> object:
         """Give the value to functions that know no dispatcher."""
         if _is_dispatched(func):

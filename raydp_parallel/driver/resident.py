@@ -16,7 +16,6 @@ again.
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.devices import ambient
+from raydp_parallel.devices import ambient, threads
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Pending, PlainCall, own
 from raydp_parallel.driver.executor import Executor
@@ -188,6 +187,8 @@ class Weights:
         for p in self._lagging:
             p.__class__ = self._kind
         self._master.lag()
+        if not self.steps:  # copies of all went, and a heap would keep their memory
+            threads.give_back()
         return len(self._lagging) == len(trained)
 
     def _catch_up(self) -> None:
@@ -203,13 +204,11 @@ class Weights:
         states = states and self._states_at < self.steps
         if weights or states:
             found, optimizers = self._snapshot(weights, states)
-            if weights:
-                self._master.take(found)
-                self._at = self.steps
+            self._master.take(found)
+            self._at = self.steps
             for number, (groups_, state) in optimizers.items():
                 self.optimizers[number].arrive(groups_, state)
-            if states:
-                self._states_at = self.steps
+            self._states_at = self.steps if states else self._states_at
         self._catch_up()
 
 
@@ -322,15 +321,16 @@ class Resident:
             came = any(grad is not None for grad in plan.step.given.values())
             scaled = any(one.scale is not None for one in plan.sums)
             if left or came or scaled or not self.gradients.chunks(plan.sums, self._members()):
-                limit = math.inf if most is None else most
-                return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error)
+                if most is not None:
+                    return torch.nn.utils.clip_grad_norm_(params, most, norm_type, error)
+                grads = [p.grad for p in params if p.grad is not None]
+                return torch.nn.utils.get_total_norm(grads, norm_type)
             self._send(plan)
             norm = self.collect()
             assert norm is not None
             norm = norm.clone()
-            if error:
-                torch.nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
             if most is not None:
+                torch.nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=error)
                 scale = torch.clamp(most / (norm + 1e-6), max=1.0)
                 for one in plan.sums:
                     one.scale, stand = scale, one.stand()

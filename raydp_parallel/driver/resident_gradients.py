@@ -158,7 +158,7 @@ class Gradients:
         stands = {one.slot: one.stand() for one in sums}
         wanted = {n: one for n, one in stands.items() if one is not None and not one.fetched}
         for slot, value in self.total([one for one in sums if one.slot in wanted]).items():
-            wanted[slot].arrive(value)
+            wanted[slot].known = value
 
     def total(self, sums: Sequence[Sum]) -> dict[int, Tensor]:
         """Return gradients, by slot, each summed in the order of chunks."""

@@ -15,6 +15,11 @@ from torch import Tensor, nn
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Function = Callable[..., object]
+Args = tuple[object, ...]
+Named = dict[str, object] | None
+"""A function of torch's, and its arguments."""
+
 PLAINLY: Any = nn.Parameter.__torch_function__
 """Calls a function, as torch does, so that it sees parameters as ordinary ones."""
 
@@ -59,7 +64,7 @@ class Lagging(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+        cls, func: Function, types: Iterable[type], args: Args = (), kwargs: Named = None
     ) -> object:
         """Fetch the values, unless a function does not look at them."""
         if func in BLIND:

@@ -26,7 +26,7 @@ from harness import assert_same_state, trio
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from raydp_parallel import DataParallel
+from raydp_parallel import DataParallel, Executor
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -652,6 +652,17 @@ def test_contents_that_replicas_have_are_kept_where_tensors_are_others(sent: Any
         net[1].bias.add_(1)
     model(x[:1])
     check()
+
+
+def test_edits_of_weights_that_moved_to_a_common_window(two: Executor) -> None:
+    """As too many lie in windows of their own: a replica could keep the last mapping of one."""
+    net = nn.Sequential()
+    model = DataParallel(net, executor=two)
+    for _ in range(20):
+        net.append(nn.Linear(160, 160, bias=False))  # each fills more than a page
+        with torch.no_grad():
+            net[0].weight.neg_()
+            torch.testing.assert_close(model(torch.ones(4, 160)), net(torch.ones(4, 160)))
 
 
 def test_an_edit_while_batches_are_in_flight(sent: Any) -> None:

@@ -16,23 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ended, limited, raised
+from harness import ended, kill, limited, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same, state, train, whole
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, GraphLost, ReplicaDied, StateChanged
+from raydp_parallel.cluster import replica_set
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 TWO = ["cpu", "cpu"]
-
-
-def kill(executor: Executor, *numbers: int) -> None:
-    """End replicas from outside, and wait until they are gone."""
-    pids = [executor.replicas()[number].pid for number in numbers]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert all(map(ended, pids))
 
 
 class Count:
@@ -240,12 +233,18 @@ class Poison(nn.Module):
 
 
 @pytest.mark.long
-def test_a_chunk_that_ends_whoever_runs_it(killable: Executor) -> None:
-    """Is given up after a few, with an error that says so; the next call works."""
+def test_a_chunk_that_ends_whoever_runs_it(
+    killable: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is given up after a few, between which it pauses for ever longer, with an error that says so;
+    the next call works.
+    """
+    monkeypatch.setattr(replica_set, "_PAUSES", (0.01, 0.04))
     model = DataParallel(Poison(), executor=killable)
     text = r"^6 replicas died of chunk 1 in forward.* .*ends its process"
     with pytest.raises(ReplicaDied, match=text):
         model(torch.arange(2.0))
+    assert "2 replicas ended before they answered; the next starts in 0.04 s" in caplog.text
     assert model(torch.tensor([0.0, 2.0])).tolist() == [0.0, 2.0]
 
 

@@ -171,6 +171,8 @@ def test_an_error_of_the_driver_s_is_no_death() -> None:
             assert model(torch.ones(4, 64)).shape == (4, 2)
         assert model(large).shape == (40_000, 2)
         assert [info.pid for info in new.replicas()] == pids
+        # What the message that was not sent would have let them forget, too.
+        assert [graphs for _, graphs in new.flush()] == [0, 0]
 
 
 FEW = """
@@ -193,6 +195,26 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
 def test_a_group_with_too_few_descriptors() -> None:
     """Raises an error; in torch it would end the program."""
     subprocess.run([sys.executable, "-c", FEW], check=True, timeout=60)
+
+
+def test_another_process_that_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for the replica, though it is the same user's, and comes first."""
+    strangers: list[socket.socket] = []
+    listen = socket.socket.listen
+
+    def listen_to(self: socket.socket, *args: int) -> None:
+        listen(self, *args)
+        strangers.append(socket.socket(socket.AF_UNIX))
+        strangers[-1].connect(self.getsockname())
+
+    monkeypatch.setattr(socket.socket, "listen", listen_to)
+    options = Options(call_timeout=5.0, placement_timeout=30.0)
+    with Executor(["cpu"], options=options) as executor:
+        model = DataParallel(nn.Linear(2, 2), executor=executor)
+        torch.testing.assert_close(model(torch.ones(2, 2)), model.module(torch.ones(2, 2)))
+        assert strangers and executor.stats().deaths == 0
+    for one in strangers:
+        one.close()
 
 
 # --- groups ---

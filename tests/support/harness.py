@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
+import signal
 import time
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -132,6 +134,14 @@ def ended(pid: int) -> bool:
             return True
         time.sleep(0.005)
     return False
+
+
+def kill(executor: raydp_parallel.Executor, *numbers: int) -> None:
+    """End replicas from outside, and wait until they are gone."""
+    pids = [executor.replicas()[number].pid for number in numbers]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert all(map(ended, pids))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from harness import kill
 from random_nets import (
     WIDTH,
     Checkpointed,
@@ -452,6 +453,40 @@ def clip(p: Program, draw: random.Random) -> Parts:
         yield "norm", torch.nn.utils.clip_grad_norm_(own, 0.1)
 
 
+def norm(p: Program, draw: random.Random) -> Parts:
+    if hasattr(p.optimizer, "grad_norm"):
+        yield "norm", p.optimizer.grad_norm()
+    else:
+        own = [w for group in p.optimizer.param_groups for w in group["params"]]
+        grads = [w.grad for w in own if w.grad is not None]
+        yield "norm", torch.nn.utils.get_total_norm(grads)
+
+
+def death(p: Program, draw: random.Random) -> Parts:
+    """Train, while a replica ends on the way, if it may. Whatever else only it had is dropped."""
+    drop(p, draw)
+    p.net.zero_grad()
+    moment, victim = draw.randrange(3), draw.randrange(2)
+    executor = getattr(p.model, "executor", None)
+    mortal = executor is not None and executor.options.name == "killable"
+    if mortal:
+        executor.grow()  # so that another one has what goes
+
+    def end(now: int) -> None:
+        if mortal and now == moment:
+            kill(executor, victim if p.devices > 1 else 1)  # one device has its steps alone
+
+    for turn in range(2):
+        out = p.model(p.batch(draw).repeat(2, 1))  # a chunk for each replica
+        yield "output", out
+        end(turn)
+        p.backward(loss_of(out))
+    yield from clip(p, draw)
+    end(2)
+    p.optimizer.step()
+    p.net.zero_grad()  # those of one that went in the step went with it
+
+
 def edit_grad(p: Program, draw: random.Random) -> None:
     weight, how = p.parameter(draw), draw.randrange(4)
     if weight.grad is None:
@@ -498,7 +533,7 @@ ACTIONS: dict[str, Callable[[Program, random.Random], Parts | None]] = {
         *(train, accumulate, step, closure, evaluate, map_batches, with_loss),
         *(twice, two, penalty, regularize, slopes, autocast, failing),
         *(edit, edit_data, freeze, replace, take_out, attribute, mode, hook, save, load, deepcopy),
-        *(keep, kept, drop, zero, clip, edit_grad, view, use_views, rate, edit_state),
+        *(keep, kept, drop, zero, clip, norm, edit_grad, view, use_views, rate, edit_state, death),
     )
 }
 
