@@ -582,14 +582,11 @@ class DataParallel(nn.DataParallel[T]):
         first = 0 if split else at % len(ids)
         with torch.no_grad():
             chunks = self._chunks(self._loss, inputs, kwargs, split)
-            slots = self.executor.slots(ids)
+            replicas = functional.replicas_of(self.module, ids, True, self.executor)
             given = []
             for i, (a, k) in enumerate(zip(chunks.args, chunks.kwargs, strict=True), first):
-                replica_ = functional.RemoteReplica(
-                    self.module, ids[i], slots[i], self.executor, True, chunks.called
-                )
                 where = f"in replica {i} on device {ids[i]}" if split else None
-                given.append(replica_.chunk(a, k, where, self.dim))
+                given.append(replicas[i].calling(chunks.called).chunk(a, k, where, self.dim))
             flight = forward.start(self.executor, given, at_once=len(ids))
 
         def finish() -> Any:
