@@ -22,7 +22,7 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,11 @@ class Place(NamedTuple):
     def device_id(self) -> DeviceId:
         """The entry of ``device_ids`` that names this place."""
         return self.number if self.kind == "gpu" else "cpu"
+
+    @property
+    def device(self) -> str:
+        """The device, as torch writes it."""
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.number}"
 
 
 Places = Sequence[Place]
@@ -109,14 +114,13 @@ def all_gpus(options: Options) -> list[int]:
     own = torch.cuda.device_count() * options.replicas_per_gpu
     if not ray_api.connect(start=own > 1):
         return list(range(own))
-    return list(range(len(homes(nodes(), options))))
+    return list(range(len(homes("gpu", options))))
 
 
 def check_gpus(ids: Sequence[int], options: Options) -> None:
     """Raise `PlacementError` for ids that a private cluster lacks. Others may still get nodes."""
     ray_api.connect()
-    machines = nodes()
-    count = len(homes(machines, options))
+    count = len(homes("gpu", options))
     if options.elastic or options.label_selector or not is_private():
         if not count:
             ray_api.warn_once(
@@ -129,7 +133,7 @@ def check_gpus(ids: Sequence[int], options: Options) -> None:
     if missing:
         has = "no GPU" if not count else "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"
         raise PlacementError(
-            f"device_ids: {missing} not in the cluster, which has {has} on {len(machines)} node(s) "
+            f"device_ids: {missing} not in the cluster, which has {has} on {len(nodes())} node(s) "
             "for these Options. Use those, or 'cpu' entries for CPU replicas"
         )
 
@@ -145,35 +149,29 @@ def booked(kind: str, options: Options) -> dict[str, float]:
     return found or ({"CPU": 0.001} if options.label_selector else {})
 
 
-def suits(node: Node, options: Options) -> bool:
-    """Tell if replicas may go to a node, free or not. Labels are for Ray to compare."""
-    return all(node.total.get(name, 0.0) >= amount for name, amount in options.resources.items())
-
-
-def homes(machines: Sequence[Node], options: Options) -> list[str]:
-    """Return the node of each logical GPU."""
-    found: list[str] = []
-    for node in machines:
-        if suits(node, options):
-            found += [node.id] * (int(node.total.get("GPU", 0)) * options.replicas_per_gpu)
+def homes(kind: str, options: Options) -> list[Node]:
+    """Return the node of each logical GPU, or those to which CPU replicas go in turn; what is free
+    there does not matter, and labels are for Ray to compare.
+    """
+    needs = options.resources
+    suitable = [n for n in nodes() if all(n.total.get(k, 0.0) >= needs[k] for k in needs)]
+    if kind == "cpu":  # a head that was started without CPUs is left alone
+        return [node for node in suitable if node.total.get("CPU", 0) > 0] or suitable
+    found: list[Node] = []
+    for node in suitable:
+        found += [node] * (int(node.total.get("GPU", 0)) * options.replicas_per_gpu)
     return found
 
 
-def for_cpus(machines: Sequence[Node], options: Options) -> list[Node]:
-    """Return nodes for CPU replicas. A head that was started without CPUs is left alone."""
-    suitable = [node for node in machines if suits(node, options)]
-    return [node for node in suitable if node.total.get("CPU", 0) > 0] or suitable
-
-
-def at_home(wanted: Places, machines: Sequence[Node], options: Options) -> dict[Place, str]:
-    """Return the node of each place, for those that the cluster has, in use or not."""
-    gpus, cpus = homes(machines, options), [node.id for node in for_cpus(machines, options)]
+def at_home(wanted: Places, options: Options) -> dict[Place, str]:
+    """Return the node of each place, for those that the cluster has."""
+    gpus, cpus = homes("gpu", options), homes("cpu", options)
     found = {}
     for place in wanted:
         if place.kind == "cpu" and cpus:
-            found[place] = cpus[place.number % len(cpus)]
+            found[place] = cpus[place.number % len(cpus)].id
         elif place.kind == "gpu" and place.number < len(gpus):
-            found[place] = gpus[place.number]
+            found[place] = gpus[place.number].id
     return found
 
 
@@ -222,8 +220,7 @@ class Holds:
 
     def claim(self, wanted: Places, over: Callable[[], bool]) -> dict[Place, Hold]:
         """Hold something for each place until it is over; with ``elastic`` for some, at once."""
-        machines = nodes()
-        there = {node.id for node in machines}
+        there = {node.id for node in nodes()}
         known = {place: self._holds[place] for place in wanted if place in self._holds}
         self.release([place for place, hold in known.items() if hold.node not in there])
         found = {place: hold for place, hold in known.items() if hold.node in there}
@@ -232,7 +229,7 @@ class Holds:
                 if hold.group is not None and ray_api.is_placed(hold.group):
                     found[place] = hold._replace(node=ray_api.nodes_of(hold.group)[hold.bundle])
                 time.sleep(_LOOK)
-        home = at_home(wanted, machines, self._options)
+        home = at_home(wanted, self._options)
         missing = [place for place in wanted if place not in self._holds]
         for place in missing:
             if not booked(place.kind, self._options):
@@ -288,7 +285,7 @@ class Holds:
         finally:
             ray_api.remove([group for group, _ in made if group not in kept])
 
-    def release(self, wanted: Collection[Place] | None = None) -> None:
+    def release(self, wanted: Iterable[Place] | None = None) -> None:
         """Release the holds of some places, by default all. A group that others have, too, stays
         with all of its holds.
         """

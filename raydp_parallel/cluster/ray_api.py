@@ -126,14 +126,15 @@ NICENESS = "RAY_worker_niceness"
 _LONGEST = 40
 """Letters of a folder; Ray adds 66 for a socket, and Unix allows 107."""
 
-_started_here = False
+_ours: Callable[[], bool] = bool
+"""Tells if the connection is that to a cluster which `connect` has started."""
 
 
 def connect(start: bool = True) -> bool:
     """Join the cluster: the one that is connected, ``RAY_ADDRESS``, one running here, else start
     a local one; returns whether there is a cluster.
     """
-    global _started_here
+    global _ours
     named = os.environ.get("RAY_ADDRESS", "")
     if ray.util.client.ray.is_connected() or (not connected() and named.startswith("ray://")):
         raise ClusterError(_CLIENT)
@@ -142,34 +143,32 @@ def connect(start: bool = True) -> bool:
     if connected():
         return True
     noted = "" if named else _noted(start)
-    if not named and not noted and not start:
-        return False
-    starts = not (named or noted)
-    if starts:
-        log.warning("starting Ray on this machine, which takes some seconds")
-    join("local" if starts else None)
-    _started_here = starts
-    if starts and os.environ.get("RAY_AUTH_MODE") == "token":
-        log.warning("`ray get-auth-token` prints the token that Ray's dashboard asks for")
-    if not starts:
+    if named not in ("", "local") or noted:
+        ray.init()
         text = "joined the Ray cluster at %s, because %s names it (RAY_ADDRESS=local starts one)"
         log.info(text, ray.get_runtime_context().gcs_address, noted or "RAY_ADDRESS")
-    return True
+        return True
+    if start:
+        log.warning("starting Ray on this machine, which takes some seconds")
+        _start()
+        _ours = session()
+        if os.environ.get("RAY_AUTH_MODE") == "token":
+            log.warning("`ray get-auth-token` prints the token that Ray's dashboard asks for")
+    return start
 
 
-def join(address: str | None) -> None:
-    """Connect to a cluster by Ray's rules for addresses; ``"local"`` starts one.
+def _start() -> None:
+    """Start a cluster of this program's own.
 
     Ray's workers have a niceness of 15. On a machine with all cores busy, replicas then get a 30th
-    of what data loaders get. In a cluster of this program's own they have its own priority. Its
-    folder is of its user alone: in Ray's every user could take the place of its sockets.
+    of what data loaders get. Here they have its own priority. The folder is of its user alone: in
+    Ray's every user could take the place of its sockets.
     """
-    starts = "local" in (address, os.environ.get("RAY_ADDRESS"))
-    ours = starts and NICENESS not in os.environ
+    ours = NICENESS not in os.environ
     if ours:
         os.environ[NICENESS] = "0"
     try:
-        ray.init(address=address, _temp_dir=_folder() if starts else None)
+        ray.init(address="local", _temp_dir=_folder())
     finally:
         if ours:
             os.environ.pop(NICENESS, None)
@@ -229,10 +228,8 @@ def _silent(address: str) -> str:
 
 def disconnect() -> None:
     """Leave a cluster that `connect` started. Any other belongs to its user."""
-    global _started_here
-    if _started_here and connected() and not inherited():
+    if _ours():
         ray.shutdown()
-    _started_here = False
 
 
 def is_private() -> bool:
@@ -403,17 +400,17 @@ def entries(address: str | None = None) -> list[str]:
     # Not Ray's own choice, the cluster that it noted last, which may be dead.
     places = [named] if named and named != "auto" else sorted(find_gcs_addresses())
     found: list[str] = []
-    problem: Exception | None = None if places else ConnectionError("none runs on this machine")
+    problem: object = "" if places else "none runs on this machine"
     for place in places:
         try:
             found += _entries(place)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             problem = error
-    if problem is not None and not found:
+    if problem and not found:
         raise ClusterError(
             f"no Ray cluster to look at: {problem}. Run this on a machine of the cluster, or give "
             "--address; a cluster with a token also needs RAY_AUTH_MODE=token and its token"
-        ) from problem
+        )
     return found
 
 

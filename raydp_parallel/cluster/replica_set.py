@@ -1,12 +1,11 @@
-"""`ReplicaSet`: the replicas of an executor by device. Others stand in for the dead.
-
-These are replaced in the background, by one thread for each, which also asks Ray for the cause. It
-never takes the set's lock: the next call picks up what it started.
+"""`ReplicaSet`: the replicas of an executor by device. Others stand in for the dead, until a
+`Successor` is there.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import threading
@@ -33,9 +32,6 @@ _CLOSED = "this executor was closed: make another, or leave `executor` out to us
 _LOOK = 0.02
 """Seconds between two looks of a call that waits for a new replica."""
 
-_Loss = tuple[Client, str, str]
-"""The client of a replica that died, the phase in which it died, and the first sign of it."""
-
 
 class ReplicaSlot:
     """One place of an executor, and the replica that it has now.
@@ -48,6 +44,8 @@ class ReplicaSlot:
             for it) or ``"closed"``.
         answered: True if its replica has answered a call.
         cause: The cause of its last death.
+        in_vain: How many of its processes ended, one after the other, before they answered.
+        successor: The next replica, while one starts.
         forget: Keys of graphs that the next message tells the replica to drop.
         revisions: The state that it holds, by the model's number.
         pending: The request that it has not answered yet.
@@ -56,13 +54,14 @@ class ReplicaSlot:
     def __init__(self, place: Place, index: int) -> None:
         self.place, self.index = place, index
         self.client: Any = None
-        self.life = 0
+        self.life = self.in_vain = 0
         self.state = "starting"
         self.cause = ""
         self._reset()
 
     def _reset(self) -> None:
         self.answered = False
+        self.successor: Successor | None = None
         self.forget: list[int] = []
         self.revisions: dict[int, Any] = {}
         self.pending: Any = None
@@ -80,7 +79,7 @@ class ReplicaSlot:
 
     def info(self) -> ReplicaInfo:
         """Describe it for users."""
-        device = "cpu" if self.place.kind == "cpu" else f"cuda:{self.place.number}"
+        device = self.place.device
         hello = Hello(0, "", device) if self.client is None else self.client.hello
         return ReplicaInfo(self.index, device, hello.node, hello.pid, self.state, hello.gpu)
 
@@ -88,6 +87,84 @@ class ReplicaSlot:
         info = self.info()
         where = f" (pid {info.pid}, node {info.node[:8]})" if info.pid else ""
         return f"replica {self.index} for device {self.place.device_id}{where}"
+
+
+class Successor:
+    """The next replica of a slot, which a thread of its own starts. That one never takes the set's
+    lock: the next call picks up what it started.
+
+    Args:
+        slot: The slot. If its replica ``died``, of what is said then, Ray is asked for the cause.
+        starter: Starts it.
+        ended: Is set when nobody needs it any more.
+
+    Attributes:
+        client: Its client, once it has started.
+        problem: Why it has not started yet, or never will.
+    """
+
+    def __init__(
+        self, slot: ReplicaSlot, starter: Starter, ended: threading.Event, died: str
+    ) -> None:
+        self.client: Client | None = None
+        self.problem: errors.ParallelError | None = None
+        self._slot, self._starter, self._ended = slot, starter, ended
+        loss = (slot.client, died, slot.cause) if died else None
+        self._thread = threading.Thread(
+            target=self._work, args=(loss,), name="raydp-respawn", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def works(self) -> bool:
+        """Tell if the thread still tries."""
+        return self._thread.is_alive()
+
+    def leave(self) -> Client | None:
+        """Wait for the end of the thread, as nobody needs it; returns what it has started."""
+        self._thread.join(5.0)
+        return self.client
+
+    def _work(self, loss: tuple[Client, str, str] | None) -> None:
+        device = self._slot.place.device_id
+        try:
+            if loss is not None:
+                _report(*loss)
+            self.client = self._start()
+        except errors.ParallelError as error:
+            self.problem = error
+            log.error("no replica for device %s: %s", device, error)
+        except Exception as error:  # of any kind: no call may wait for ever
+            self.problem = errors.ClusterError(f"no replica could be started: {error!r}")
+            log.exception("no replica for device %s", device)
+        if self.client is not None and self._ended.is_set():  # nobody may have waited so long
+            self.client.end()
+
+    def _start(self) -> Client | None:
+        slot, starter = self._slot, self._starter
+
+        def cancelled() -> bool:
+            return self._ended.is_set() or not starter.alive()
+
+        while True:
+            pause = min(_PAUSES[0] * 2**slot.in_vain, _PAUSES[1]) if slot.in_vain else 0.0
+            if pause == _PAUSES[1]:
+                text = "device %s: %d replicas ended before they answered; the next starts in %g s"
+                log.warning(text, slot.place.device_id, slot.in_vain, pause)
+            if self._ended.wait(pause):
+                return None
+            if not starter.alive():
+                raise errors.ClusterError(_LEFT)
+            try:
+                return starter.start({slot.place: slot.index}, cancelled)[slot.place]
+            except errors.PlacementError as error:
+                if cancelled():
+                    continue  # which ends above
+                if not isinstance(error, errors.NoRoom):  # a process was started
+                    slot.in_vain += 1
+                level = logging.INFO if self.problem else logging.WARNING
+                log.log(level, "device %s waits for a replica: %s", slot.place.device_id, error)
+                self.problem = error
 
 
 class ReplicaSet:
@@ -104,21 +181,15 @@ class ReplicaSet:
         self.options = options
         self.slots: dict[Place, ReplicaSlot] = {}
         self.recorder = Recorder(name)
-        self.closed = False
+        self.closed = self.forked = False
         self._starter: Starter | None = None
-        self._arrived: dict[Place, Client] = {}
-        self._problems: dict[Place, errors.ParallelError] = {}
-        self._in_vain: dict[Place, int] = {}
-        self._working: dict[Place, threading.Thread] = {}
-        self._ended = threading.Event()
-        self.forked = False
-        self.after_fork()
+        self._ended = threading.Event()  # of successors
+        self._lock = threading.RLock()
         _sets.add(self)
 
     def after_fork(self) -> None:
-        """Leave the replicas to the parent; threads that are not here may hold its locks."""
+        """Leave the replicas to the parent; a thread that is not here may hold its lock."""
         self._lock = threading.RLock()
-        self._mutex = threading.Lock()  # of what background threads write; never waited with
         self.forked = self.forked or self._starter is not None
 
     @property
@@ -154,45 +225,54 @@ class ReplicaSet:
         if self._starter is not None and self._starter.alive():
             return self._starter
         if self._starter is not None:  # the cluster was left, and the replicas with it
-            self._stop_threads()
+            self._stop_successors()
             self._ended = threading.Event()
             for slot in self.slots.values():
                 slot.state = "starting"
-        ranks = {place: slot.index for place, slot in self.slots.items()}
-        self._starter = Starter(self.recorder.name, self.options, ranks)
+        self._starter = Starter(self.recorder.name, self.options)
         return self._starter
 
     def _fill(self, missing: Sequence[Place]) -> None:
         """Start replicas in new places; see to it that the others' are on their way."""
-        now = [p for p in missing if p not in self.slots or self.slots[p].state == "starting"]
-        self._ensure([place for place in missing if place not in now])
-        if not now:
+        numbers = itertools.count(len(self.slots))
+        wanted: dict[Place, int] = {}
+        for place in dict.fromkeys(missing):
+            slot = self.slots.get(place)
+            if slot is None or slot.state == "starting":
+                wanted[place] = next(numbers) if slot is None else slot.index
+            else:
+                self._succeed(slot)
+        if not wanted:
             return
-        started = self._refresh().start([*dict.fromkeys(now)])
-        self._install(started)
-        absent = [place for place in now if place not in started]
-        for place in absent:  # an elastic executor begins without them
-            self._slot(place).state = "away"
-        self._ensure(absent)
+        started = self._refresh().start(wanted)
+        for place, index in wanted.items():
+            slot = self.slots.setdefault(place, ReplicaSlot(place, index))
+            if place in started:
+                self._install(slot, started[place])
+            else:  # an elastic executor begins without it
+                slot.state = "away"
+                self._succeed(slot)
         hellos = [(slot.place.number, slot.client.hello) for slot in self.ready()]
         check_balance([(number, hello) for number, hello in hellos if hello.memory])
 
-    def _slot(self, place: Place) -> ReplicaSlot:
-        return self.slots.setdefault(place, ReplicaSlot(place, len(self.slots)))
-
-    def _install(self, started: Mapping[Place, Client]) -> None:
-        for place, client in started.items():
-            slot = self._slot(place)
-            slot.install(client)
-            info = slot.info()
-            self.recorder.started(slot.index, info.device, info.node, info.pid)
+    def _install(self, slot: ReplicaSlot, client: Client) -> None:
+        slot.install(client)
+        info = slot.info()
+        self.recorder.started(slot.index, info.device, info.node, info.pid)
 
     def _pick_up(self) -> None:
         """Install the replicas that were started in the background."""
-        if self._arrived:
-            with self._mutex:
-                found, self._arrived = self._arrived, {}
-            self._install(found)
+        for slot in self.slots.values():
+            if slot.successor is not None and slot.successor.client is not None:
+                self._install(slot, slot.successor.client)
+
+    def _succeed(self, slot: ReplicaSlot, died: str = "") -> None:
+        """Make sure that a successor starts."""
+        assert self._starter is not None
+        known = slot.successor
+        on_its_way = known is not None and (known.works or known.client is not None)
+        if not on_its_way and not self._ended.is_set():
+            slot.successor = Successor(slot, self._starter, self._ended, died)
 
     def _leave_nodes(self) -> None:
         """Leave nodes that are about to end, if replicas of the same kind stay elsewhere."""
@@ -213,19 +293,19 @@ class ReplicaSet:
         """
         if slot.ready:
             return slot
+        kind = [other for other in self.slots.values() if other.place.kind == slot.place.kind]
+        timeout = self.options.placement_timeout
         while True:
             self._pick_up()
-            able = [s for s in self.ready() if s.place.kind == slot.place.kind]
+            able = [other for other in kind if other.ready]
             if slot in able:
                 return slot
             if able:
                 return min(able, key=lambda s: (load.get(s, 0), s.index))
-            kind = [place for place in self.slots if place.kind == slot.place.kind]
-            timeout = self.options.placement_timeout
             if not self._wait(kind, timeout):
                 late = f"all replicas died, and no new one started in {timeout:g} s"
-                known = [self._problems[place] for place in kind if place in self._problems]
-                raise known[0] if known else errors.PlacementError(late)
+                known = [other.successor.problem for other in kind if other.successor]
+                raise next(filter(None, known), errors.PlacementError(late))
 
     def lost(self, slot: ReplicaSlot, life: int, phase: str, cause: str) -> None:
         """Note that a replica died in a phase of a call, once, and replace it in the background."""
@@ -233,14 +313,10 @@ class ReplicaSet:
             if slot.life != life or not slot.ready:
                 return
             slot.state, slot.cause = "dead", cause
-            self.recorder.died(slot.index, f"{slot} died in {phase}: {cause}")
-            place = slot.place
-            self._in_vain[place] = 0 if slot.answered else self._in_vain.get(place, 0) + 1
-            self._begin(place, (slot.client, f"{slot} died in {phase}", cause))
-
-    def cause(self, slot: ReplicaSlot) -> str:
-        """Ask Ray why a slot's last replica died; this takes up to some seconds."""
-        return slot.client.cause() or "its process ended"
+            slot.in_vain = 0 if slot.answered else slot.in_vain + 1
+            died = f"{slot} died in {phase}"
+            self.recorder.died(slot.index, f"{died}: {cause}")
+            self._succeed(slot, died)
 
     def threads(self, chunks: int) -> int | None:
         """Return torch's threads for each of so many chunks on CPUs; None leaves them."""
@@ -258,10 +334,24 @@ class ReplicaSet:
             deadline = time.monotonic() + timeout
             while True:
                 self._pick_up()
-                missing = [slot.place for slot in self.slots.values() if not slot.ready]
-                self._ensure(missing)
+                missing = [slot for slot in self.slots.values() if not slot.ready]
+                for slot in missing:
+                    self._succeed(slot)
                 if not missing or not self._wait(missing, deadline - time.monotonic()):
                     return len(self.ready()) - before
+
+    def _wait(self, slots: Collection[ReplicaSlot], timeout: float) -> bool:
+        """Wait until a successor of one of the slots is there; False if none comes in time."""
+        deadline = time.monotonic() + timeout
+        while True:
+            coming = [slot.successor for slot in slots if slot.successor is not None]
+            works = any(one.works for one in coming)  # asked first: one that ends may have started
+            if any(one.client is not None for one in coming):
+                return True
+            if self._ended.wait(_LOOK):
+                raise errors.ExecutorClosed(_CLOSED)
+            if not works or time.monotonic() >= deadline:
+                return False
 
     def close(self) -> None:
         """End all replicas. A thread that holds the lock and waits for one stops waiting."""
@@ -271,7 +361,7 @@ class ReplicaSet:
         with self._lock:
             self.closed = True
             try:
-                self._stop_threads()
+                self._stop_successors()
             finally:  # also after Ctrl-C: nothing would end the replicas later
                 end_all(slot.client for slot in self.ready())
                 if self._starter is not None:
@@ -279,91 +369,13 @@ class ReplicaSet:
                 for slot in self.slots.values():
                     slot.state = "closed"
 
-    # Replacements.
-
-    def _ensure(self, wanted: Collection[Place]) -> None:
-        """Make sure that a replica starts in each place."""
-        for place in wanted:
-            if place not in self._arrived:
-                self._begin(place, None)
-
-    def _begin(self, place: Place, loss: _Loss | None) -> None:
-        thread = threading.Thread(
-            target=self._work, args=(place, loss, self._ended), name="raydp-respawn", daemon=True
-        )
-        with self._mutex:
-            if self._ended.is_set() or place in self._working:
-                return
-            self._problems.pop(place, None)
-            self._working[place] = thread
-        thread.start()
-
-    def _work(self, place: Place, loss: _Loss | None, ended: threading.Event) -> None:
-        client = None
-        try:
-            if loss is not None:
-                _report(*loss)
-            client = self._start(place, ended)
-        except errors.ParallelError as error:
-            self._problems[place] = error
-            log.error("no replica for device %s: %s", place.device_id, error)
-        except Exception as error:  # of any kind: no call may wait for ever
-            self._problems[place] = errors.ClusterError(f"no replica could be started: {error!r}")
-            log.exception("no replica for device %s", place.device_id)
-        finally:
-            with self._mutex:
-                self._working.pop(place, None)
-                if client is not None and not ended.is_set():
-                    self._arrived[place], client = client, None
-            if client is not None:
-                client.end()
-
-    def _start(self, place: Place, ended: threading.Event) -> Client | None:
-        starter = self._starter
-        assert starter is not None
-        while True:
-            tries = self._in_vain.get(place, 0)
-            pause = min(_PAUSES[0] * 2**tries, _PAUSES[1]) if tries else 0.0
-            if pause == _PAUSES[1]:
-                text = "device %s: %d replicas ended before they answered; the next starts in %g s"
-                log.warning(text, place.device_id, tries, pause)
-            if ended.wait(pause):
-                return None
-            if not starter.alive():
-                raise errors.ClusterError(_LEFT)
-            try:
-                found = starter.start([place], lambda: ended.is_set() or not starter.alive())
-            except errors.PlacementError as error:
-                if ended.is_set() or not starter.alive():
-                    continue  # which ends above
-                known, self._problems[place] = place in self._problems, error
-                if not isinstance(error, errors.NoRoom):  # a process was started
-                    self._in_vain[place] = tries + 1
-                level = logging.INFO if known else logging.WARNING
-                log.log(level, "device %s waits for a replica: %s", place.device_id, error)
-                continue
-            self._problems.pop(place, None)
-            return found[place]
-
-    def _wait(self, wanted: Collection[Place], timeout: float) -> bool:
-        """Wait until a replica started in one of the places; False if none will, or not in time."""
-        deadline = time.monotonic() + timeout
-        while not any(place in self._arrived for place in wanted):
-            coming = any(place in self._working for place in wanted)
-            if self._ended.wait(_LOOK):
-                raise errors.ExecutorClosed(_CLOSED)
-            if time.monotonic() >= deadline or not coming:
-                return any(place in self._arrived for place in wanted)
-        return True
-
-    def _stop_threads(self) -> None:
-        """Start no more replicas, and end those that started too late."""
+    def _stop_successors(self) -> None:
+        """Start no more replicas, and end those that nobody has picked up."""
         self._ended.set()
-        for thread in [*self._working.values()]:
-            thread.join(5.0)
-        with self._mutex:
-            late, self._arrived = self._arrived, {}
-        end_all(late.values())
+        late = [slot.successor for slot in [*self.slots.values()] if slot.successor is not None]
+        end_all([client for one in late if (client := one.leave()) is not None])
+        for slot in self.slots.values():
+            slot.successor = None
 
 
 def _report(client: Client, what: str, cause: str) -> None:
@@ -382,7 +394,7 @@ def _stop_all() -> None:
     """End all threads before the program leaves Ray: Ray ends a process with a thread inside it."""
     for known in [*_sets]:
         if not known.forked:
-            known._stop_threads()
+            known._stop_successors()
 
 
 def _after_fork() -> None:

@@ -9,7 +9,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from raydp_parallel.cluster.placement import (
     Hold,
     Holds,
     Place,
-    Places,
     booked,
-    for_cpus,
+    homes,
     no_room,
 )
 from raydp_parallel.devices import threads
@@ -37,25 +36,24 @@ log = logging.getLogger("raydp_parallel")
 Cancelled = Callable[[], bool] | None
 """True if a start in the background is not needed any more; None if the user waits for it."""
 
+Clients = dict[Place, Client]
+
 _BETWEEN_LOOKS = 1.0
 """Seconds between two checks for nodes that are about to end; each is a call to Ray."""
 
 
 class Starter:
-    """Starts the replicas of one executor, in the cluster that is connected now; ``ranks`` are the
-    numbers of the places that are known already.
-    """
+    """Starts the replicas of one executor, in the cluster that is connected now."""
 
-    def __init__(self, name: str, options: Options, ranks: Mapping[Place, int]) -> None:
+    def __init__(self, name: str, options: Options) -> None:
         ray_api.connect()
         self.alive = ray_api.session()
-        self._name, self._options, self._ranks = name, options, {**ranks}
+        self._name, self._options = name, options
         self._holds = Holds(name, options)
         self._ways = options.ways
         self._leaving: frozenset[str] = frozenset()
         self._next_look = 0.0
-        machines = ray_api.nodes()
-        computing = for_cpus(machines, options) or machines
+        computing = homes("cpu", options) or ray_api.nodes()
         self._nodes, self._machines = len(computing), len({node.address for node in computing})
         if options.label_selector:  # which may leave one of them
             self._nodes = self._machines = 1
@@ -83,8 +81,9 @@ class Starter:
             self._leaving = ray_api.draining()
         return self._leaving
 
-    def start(self, wanted: Places, cancelled: Cancelled = None) -> dict[Place, Client]:
-        """Start a replica in each place, or raise `PlacementError`; with ``elastic`` in some.
+    def start(self, wanted: Mapping[Place, int], cancelled: Cancelled = None) -> Clients:
+        """Start a replica in each place, by its number in the executor, or raise `PlacementError`;
+        with ``elastic`` in some.
 
         A place keeps its part of the cluster, also for its next replica, until it is released.
         """
@@ -95,59 +94,35 @@ class Starter:
         def over() -> bool:
             nonlocal said
             now = time.monotonic()
+            if cancelled is not None and cancelled():
+                # The cluster may be gone: a question would start another one.
+                raise PlacementError("this start is not needed any more")
             if cancelled is None and now >= said:
                 said = now + 10
                 text = "waiting for %d replicas: each needs a place, and imports torch"
                 log.warning(f"{text} (%.0f s)", len(wanted), now - begun)
-            return now >= begun + timeout or (cancelled is not None and cancelled())
-
-        def check_wanted() -> None:  # the cluster may be gone: a question would start another one
-            if cancelled is not None and cancelled():
-                raise PlacementError("this start is not needed any more")
+            return now >= begun + timeout
 
         actors: dict[Place, Any] = {}
-        clients: dict[Place, Client] = {}
+        clients: Clients = {}
         try:
-            holds = self._holds.claim(wanted, over)
+            holds = self._holds.claim([*wanted], over)
             absent = [place for place in wanted if place not in holds]
-            if absent:
-                check_wanted()
             if absent and not (self._options.elastic and holds):
-                raise no_room(wanted, absent, self._options)
-            for place in wanted:  # numbers are in the order of device_ids
+                raise no_room([*wanted], absent, self._options)
+            for place, index in wanted.items():  # numbers are in the order of device_ids
                 if place in holds:
-                    actors[place] = self._create(place, holds[place])
-            hellos = {place: actor.hello.remote() for place, actor in actors.items()}
-            late = [*hellos.values()]
-            while late and not over():
-                if cancelled is not None:  # no thread is inside of Ray when the program leaves it
-                    time.sleep(ray_api.TURN / 4)
-                late = ray_api.late(late, ray_api.TURN if cancelled is None else 0.0)
-                if late and not ray_api.living().issuperset(h.node for h in holds.values()):
-                    break
-            if late:
-                check_wanted()
-                ids = [place.device_id for place, ref in hellos.items() if ref in late]
-                ended = {hold.node for hold in holds.values()} - ray_api.living()
-                load = f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
-                why = f"see their logs. The load here is {load}; {ray_api.NICENESS}=0 may help"
-                if ended:
-                    why = f"nodes ended: {', '.join(n[:8] for n in ended)}"
-                raise PlacementError(
-                    f"the replicas for device_ids {ids} were placed, but did not start within "
-                    f"placement_timeout={timeout:g} s; {why}"
-                )
-            for place, ref in hellos.items():
-                hello, theirs = ray_api.get(ref)
-                self._compare(place, theirs)
+                    actors[place] = self._create(place, index, holds[place])
+            nodes = {hold.node for hold in holds.values()}
+            # No thread is inside of Ray when the program leaves it.
+            turn = ray_api.TURN if cancelled is None else 0.0
+            for place, hello in self._greet(actors, nodes, over, turn).items():
                 clients[place] = self._meet(actors[place], hello, over)
                 if not self._tried(clients[place]):
                     clients.pop(place).end()
-                    actors[place] = self._create(place, holds[place])
-                    hello, _ = ray_api.get(actors[place].hello.remote(), timeout)
-                    clients[place] = self._meet(actors[place], hello, over)
-                if hello.cores:  # how a call computes must not change when others join later
-                    self._cores = self._cores or hello.cores
+                    actors[place] = self._create(place, wanted[place], holds[place])
+                    again = self._greet({place: actors[place]}, nodes, over, turn)
+                    clients[place] = self._meet(actors[place], again[place], over)
             return clients
         except BaseException as error:
             if self.alive():
@@ -161,11 +136,9 @@ class Starter:
                 raise PlacementError(f"a replica did not start{hint}: {error}") from None
             raise
 
-    def _create(self, place: Place, hold: Hold) -> Any:
+    def _create(self, place: Place, index: int, hold: Hold) -> Any:
         """Start an actor. Its name ends in a number if there is another of that name."""
         needs = booked(place.kind, self._options)
-        rank = self._ranks.setdefault(place, len(self._ranks))
-        device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
         early = {**(threads.MALLOC if place.kind == "cpu" else {}), **environment()}
         options: dict[str, Any] = {"runtime_env": {"env_vars": early}} if early else {}
         options["num_cpus"] = needs.pop("CPU", 0)
@@ -173,14 +146,46 @@ class Starter:
         options["resources"] = needs
         options["scheduling_strategy"] = ray_api.strategy(*hold)
         for number in itertools.count(1):
-            name = f"raydp:{self._name}:{rank}@{device}" + (f"~{number}" if number > 1 else "")
+            end = f"~{number}" if number > 1 else ""
+            name = f"raydp:{self._name}:{index}@{place.device}{end}"
             try:
-                return ReplicaActor.options(name=name, **options).remote(place.kind, rank)  # type: ignore[attr-defined]
+                return ReplicaActor.options(name=name, **options).remote(place.kind, index)  # type: ignore[attr-defined]
             # another program of this namespace has it, or got it at the same moment
             except ValueError as error:
                 if not re.search("already (taken|exists)", str(error)):
                     raise
         raise AssertionError("numbers do not end")
+
+    def _greet(
+        self, actors: Mapping[Place, Any], nodes: set[str], over: Callable[[], bool], turn: float
+    ) -> dict[Place, Hello]:
+        """Wait until actors run, looking at Ray in turns of some seconds; returns what they say of
+        themselves. Who waits on a node that has ended waits in vain.
+        """
+        hellos = {place: actor.hello.remote() for place, actor in actors.items()}
+        late, ended = [*hellos.values()], set[str]()
+        while late and not ended and not over():
+            if not turn:
+                time.sleep(ray_api.TURN / 4)
+            late = ray_api.late(late, turn)
+            ended = nodes - ray_api.living() if late else ended
+        if late:
+            ids = [place.device_id for place, ref in hellos.items() if ref in late]
+            load = f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+            why = f"see their logs. The load here is {load}; {ray_api.NICENESS}=0 may help"
+            if ended:
+                why = f"nodes ended: {', '.join(n[:8] for n in ended)}"
+            raise PlacementError(
+                f"the replicas for device_ids {ids} were placed, but did not start within "
+                f"placement_timeout={self._options.placement_timeout:g} s; {why}"
+            )
+        found = {}
+        for place, ref in hellos.items():
+            found[place], theirs = ray_api.get(ref)
+            self._compare(place, theirs)
+            # How a call computes must not change when others join later.
+            self._cores = self._cores or found[place].cores
+        return found
 
     def _compare(self, place: Place, theirs: Mapping[str, str]) -> None:
         """Refuse a replica with another version of this package; warn of another torch or NumPy."""
@@ -236,7 +241,7 @@ class Starter:
             return False
         return True
 
-    def release(self, wanted: Collection[Place] | None = None) -> None:
+    def release(self, wanted: Iterable[Place] | None = None) -> None:
         """Release the holds of some places, by default all."""
         if self.alive():
             self._holds.release(wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,7 @@ import pytest
 import torch
 
 from raydp_parallel.cluster import placement, ray_api
-from raydp_parallel.cluster.placement import (
-    Hold,
-    _in_order,
-    at_home,
-    booked,
-    for_cpus,
-    homes,
-    places,
-)
+from raydp_parallel.cluster.placement import Hold, _in_order, at_home, booked, places
 from raydp_parallel.cluster.ray_api import Node
 from raydp_parallel.options import Options
 
@@ -27,17 +20,26 @@ def node(name: str, gpus: float = 0, cpus: float = 4) -> Node:
     return Node(name, "10.0.0.1", {"GPU": gpus, "CPU": cpus, "disk": 2.0})
 
 
-def at(machines: list[Node], ids: list[Any], **options: Any) -> list[str | None]:
+At = Callable[..., list[str | None]]
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> At:
     """The home of each entry of ``device_ids``, by name."""
-    wanted = places(tuple(ids))
-    found = at_home(wanted, machines, Options(**options))
-    return [found.get(place) for place in wanted]
+
+    def found(machines: list[Node], ids: list[Any], **options: Any) -> list[str | None]:
+        monkeypatch.setattr(placement, "nodes", lambda: machines)
+        wanted = places(tuple(ids))
+        found = at_home(wanted, Options(**options))
+        return [found.get(place) for place in wanted]
+
+    return found
 
 
-def test_a_logical_gpu_is_at_home() -> None:
+def test_a_logical_gpu_is_at_home(at: At) -> None:
     """The driver's node first, the others in their order, as many as there are of each."""
     machines = [node("a", 1), node("b", 2), node("c", 1)]
-    assert homes(machines, Options()) == ["a", "b", "b", "c"]
+    assert at(machines, [0, 1, 2, 3]) == ["a", "b", "b", "c"]
     assert at(machines, [3, 1, 4]) == ["c", "b", None]
     assert at([node("head", cpus=0), *machines], [0, 3]) == ["a", "c"]
     assert at(machines, [0, 1], resources={"disk": 3}) == [None, None]
@@ -51,11 +53,11 @@ def test_replicas_are_numbered_in_the_order_of_nodes() -> None:
     assert [found[place].node for place in places((0, 1, 2, "cpu"))] == ["a", "b", "c", "a"]
 
 
-def test_two_replicas_on_one_gpu() -> None:
+def test_two_replicas_on_one_gpu(at: At) -> None:
     """Each GPU counts as two."""
     machines = [node("a", 1), node("b", 2)]
     assert at(machines, [0, 1, 5, 6], gpus_per_replica=0.5) == ["a", "a", "b", None]
-    assert len(homes([node("a", 1)], Options(gpus_per_replica=0.3))) == 3
+    assert at([node("a", 1)], [2, 3], gpus_per_replica=0.3) == ["a", None]
 
 
 def test_what_is_booked() -> None:
@@ -66,15 +68,15 @@ def test_what_is_booked() -> None:
     assert booked("cpu", Options()) == {}
 
 
-def test_cpu_replicas_go_round() -> None:
+def test_cpu_replicas_go_round(at: At) -> None:
     """The driver's node first; a head that was started without CPUs is left alone, unless there is
     nothing else.
     """
     machines = [node("a"), node("b"), node("c")]
     assert at(machines, ["cpu"] * 4) == ["a", "b", "c", "a"]
     head = node("head", cpus=0)
-    assert [n.id for n in for_cpus([head, *machines], Options())] == ["a", "b", "c"]
-    assert [n.id for n in for_cpus([head], Options())] == ["head"]
+    assert at([head, *machines], ["cpu"] * 3) == ["a", "b", "c"]
+    assert at([head], ["cpu"]) == ["head"]
 
 
 def test_a_cluster_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ import socket
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -586,8 +586,8 @@ class Near:
 class NearStarter:
     """Starts replicas in this process; the methods are those of `Starter`."""
 
-    def __init__(self, make: Any, ranks: Mapping[Any, int]) -> None:
-        self._make, self._ranks = make, {**ranks}
+    def __init__(self, make: Any) -> None:
+        self._make = make
 
     def alive(self) -> bool:
         """Say yes."""
@@ -597,9 +597,9 @@ class NearStarter:
         """One."""
         return 1
 
-    def start(self, wanted: Sequence[Any], _cancelled: Any = None) -> dict[Any, Near]:
+    def start(self, wanted: Mapping[Any, int], _cancelled: Any = None) -> dict[Any, Near]:
         """Start a replica in each place."""
-        return {p: self._make(self._ranks.setdefault(p, len(self._ranks))) for p in wanted}
+        return {place: self._make(index) for place, index in wanted.items()}
 
     def release(self, _wanted: Any = None) -> None:
         """Release nothing."""
@@ -608,8 +608,8 @@ class NearStarter:
 def near_replicas(gpus: FakeGpus, patch: Any, ipc: bool = False) -> None:
     """Let all replicas be those of `Near`."""
 
-    def starter(_name: str, _options: Any, ranks: Mapping[Any, int]) -> NearStarter:
-        return NearStarter(lambda index: Near(gpus, index, ipc), ranks)
+    def starter(_name: str, _options: Any) -> NearStarter:
+        return NearStarter(lambda index: Near(gpus, index, ipc))
 
     patch.setattr("raydp_parallel.cluster.replica_set.Starter", starter)
     patch.setattr("raydp_parallel.cluster.placement.check_gpus", lambda *_: None)
