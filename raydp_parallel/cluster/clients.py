@@ -12,11 +12,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
 from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.ray_api import Actor
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.cuda import Hello
 from raydp_parallel.wire.channel import Channel
@@ -46,7 +46,7 @@ class ActorClient:
     link = "ray"  # how bytes go
     sent = received = 0
 
-    def __init__(self, actor: Any, hello: Hello, life: Any) -> None:
+    def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
         self.actor, self.hello, self._life = actor, hello, life
         self._in_session = ray_api.session()
 
@@ -54,7 +54,7 @@ class ActorClient:
         """Return the bytes of tensors that were sent and received."""
         return self.sent, self.received
 
-    def deliver(self, number: int, ref: Any) -> None:
+    def deliver(self, number: int, ref: object) -> None:
         """Let Ray bring an object of its store for a request that names the number."""
         self.actor.deliver.remote(number, [ref])  # in a list: Ray would wait with the call for it
 
@@ -99,7 +99,7 @@ class ActorClient:
 class NearClient(ActorClient):
     """A replica of this machine, called over a socket."""
 
-    def __init__(self, actor: Any, hello: Hello, life: Any, sock: socket.socket) -> None:
+    def __init__(self, actor: Actor, hello: Hello, life: object, sock: socket.socket) -> None:
         super().__init__(actor, hello._replace(near=True), life)
         self._channel = Channel(sock, summed=hello.device != "cpu")
         self.link = "windows"
@@ -140,12 +140,12 @@ class NearClient(ActorClient):
             self.close()
             raise
 
-    def send(self, request: Any, timeout: float | None) -> None:
+    def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
         with self._line(timeout):
             self._channel.send(request, timeout)
 
-    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
+    def receive(self, timeout: float | None, home: torch.device = _CPU) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """
@@ -191,11 +191,11 @@ class NearClient(ActorClient):
 class FarClient(ActorClient):
     """A replica of another machine, or of another user, called through Ray."""
 
-    def __init__(self, actor: Any, hello: Hello, life: Any) -> None:
+    def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
         super().__init__(actor, hello, life)
-        self._refs: deque[Any] = deque()
+        self._refs: deque[object] = deque()
 
-    def send(self, request: Any, timeout: float | None) -> None:
+    def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
         if not self._in_session():  # a call would start another cluster
             raise Gone("the Ray cluster was left")
@@ -207,7 +207,7 @@ class FarClient(ActorClient):
         """Tell if an answer comes, or the process ends, within some seconds."""
         return not self._in_session() or not ray_api.late([self._refs[0]], seconds)
 
-    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
+    def receive(self, timeout: float | None, home: torch.device = _CPU) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """

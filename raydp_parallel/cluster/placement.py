@@ -19,6 +19,7 @@ a removed group late.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 import uuid
@@ -55,16 +56,18 @@ class Place(NamedTuple):
 
 
 Places = Sequence[Place]
+Over = Callable[[], bool]
+"""Tells if the time for a start is over; raises an error if nobody waits for it any more."""
 
 
 @functools.lru_cache(maxsize=64)
 def places(device_ids: tuple[DeviceId, ...]) -> tuple[Place, ...]:
     """Return the places that ``device_ids`` name. The n-th ``"cpu"`` is always the same replica."""
-    found: list[Place] = []
-    for entry in device_ids:
-        number = sum(p.kind == "cpu" for p in found) if entry == "cpu" else int(entry)
-        found.append(Place("cpu" if entry == "cpu" else "gpu", number))
-    return tuple(found)
+    cpus = itertools.count()
+    return tuple(
+        Place("cpu", next(cpus)) if entry == "cpu" else Place("gpu", int(entry))
+        for entry in device_ids
+    )
 
 
 def device_id(entry: object, of: str = "device_ids") -> DeviceId:
@@ -194,10 +197,6 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
     )
 
 
-_LOOK = 0.02
-"""Seconds between two looks at groups; Ray makes one in a few milliseconds."""
-
-
 class Hold(NamedTuple):
     """A place's part of the cluster: a bundle of a group on a node; no group books nothing."""
 
@@ -218,7 +217,7 @@ class Holds:
             text = f"Options(label_selector=...): Ray {ray_api.VERSION} cannot place by label"
             raise PlacementError(text)
 
-    def claim(self, wanted: Places, over: Callable[[], bool]) -> dict[Place, Hold]:
+    def claim(self, wanted: Places, over: Over) -> dict[Place, Hold]:
         """Hold something for each place until it is over; with ``elastic`` for some, at once."""
         there = {node.id for node in nodes()}
         known = {place: self._holds[place] for place in wanted if place in self._holds}
@@ -228,38 +227,32 @@ class Holds:
             while place in self._holds and place not in found and not over():
                 if hold.group is not None and ray_api.is_placed(hold.group):
                     found[place] = hold._replace(node=ray_api.nodes_of(hold.group)[hold.bundle])
-                time.sleep(_LOOK)
-        home = at_home(wanted, self._options)
-        missing = [place for place in wanted if place not in self._holds]
-        for place in missing:
-            if not booked(place.kind, self._options):
+                time.sleep(ray_api.PAUSE)
+        elastic, home = self._options.elastic, at_home(wanted, self._options)
+        missing = []
+        for place in wanted:
+            if place not in self._holds and booked(place.kind, self._options):
+                missing.append(place)
+            elif place not in self._holds:
                 found[place] = Hold(None, 0, home[place])
-        if missing := [place for place in missing if place not in found]:
-            found |= self._reserve(missing, home, over)
+        near = [[place] for place in missing if place in home]
+        taken = {}
+        if near and not self._options.label_selector and (elastic or len(near) == len(missing)):
+            taken = self._ask(near, home, over)
+        if missing and not taken:
+            taken = self._ask([[p] for p in missing] if elastic else [missing], {}, over)
         with self._lock:
-            self._holds |= found
-        return found
-
-    def _reserve(
-        self, wanted: Places, home: Mapping[Place, str], over: Callable[[], bool]
-    ) -> dict[Place, Hold]:
-        """Ask at home, with a group for each place, then anywhere; see [Note: groups]."""
-        elastic, each = self._options.elastic, [[place] for place in wanted]
-        found = {}
-        near = [[place] for place in wanted if place in home]
-        if near and not self._options.label_selector and (elastic or len(near) == len(each)):
-            found = self._ask(near, home, over)
-        return found or self._ask(each if elastic else [wanted], {}, over)
+            self._holds |= found | taken
+        return found | taken
 
     def _ask(
-        self, parts: Sequence[Places], home: Mapping[Place, str], over: Callable[[], bool]
+        self, parts: Sequence[Places], home: Mapping[Place, str], over: Over
     ) -> dict[Place, Hold]:
         """Make a group for each part, and return the holds if all have room; with ``elastic`` those
         that have. With homes the groups are tied to these, and wait for no room.
         """
         made: list[tuple[Group, Places]] = []
         kept: list[Group] = []
-        begun = time.monotonic()
         try:
             for part in parts:
                 bundles = [booked(place.kind, self._options) for place in part]
@@ -272,16 +265,17 @@ class Holds:
                 placed = [ray_api.is_placed(group) for group, _ in made]
                 if (None not in placed and (home or any(placed))) or over():
                     break
-                time.sleep(_LOOK if time.monotonic() < begun + 1 else 10 * _LOOK)
+                time.sleep(ray_api.PAUSE)
             if not all(placed) and not self._options.elastic:
                 return {}
+            ready = [one for one, there in zip(made, placed, strict=True) if there]
             holds = {}
-            for (group, part), there in zip(made, placed, strict=True):
-                if there:
-                    kept.append(group)
-                    for bundle, node in enumerate(ray_api.nodes_of(group)):
-                        holds[part[bundle]] = Hold(group, bundle, node)
-            return _in_order(holds, [node.id for node in nodes()])
+            for group, part in ready:
+                for bundle, node in enumerate(ray_api.nodes_of(group)):
+                    holds[part[bundle]] = Hold(group, bundle, node)
+            holds = _in_order(holds, [node.id for node in nodes()])
+            kept = [group for group, _ in ready]
+            return holds
         finally:
             ray_api.remove([group for group, _ in made if group not in kept])
 

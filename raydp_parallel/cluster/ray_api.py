@@ -49,12 +49,16 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
 )
 
 Group = PlacementGroup
+Actor = Any  # Ray makes a handle's methods at run time
 RayError = ray.exceptions.RayError
 TaskError = ray.exceptions.RayTaskError
 VERSION = ray.__version__
 
 TURN = 0.2
 """Seconds of one wait inside Ray, which itself checks for Ctrl-C only once a second."""
+
+PAUSE = 0.05
+"""Seconds between two questions to Ray that wait for nothing."""
 
 BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).parameters
 """True if this version places by labels."""
@@ -75,10 +79,10 @@ class _ParentsConnection:
     would change the state of its parent's connection, and the parent would wait for ever.
     """
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: object) -> None:
         self._core = core
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._core, name)
 
     def _leave(self, thing: object) -> None:
@@ -262,12 +266,12 @@ def get(ref: Any, timeout: float | None = None) -> Any:
                 raise
 
 
-def late(refs: Sequence[Any], seconds: float = 0.0) -> list[Any]:
+def late(refs: Sequence[object], seconds: float = 0.0) -> list[object]:
     """Return the tasks that have not ended after so long."""
     return list(ray.wait([*refs], num_returns=len(refs), timeout=seconds)[1])
 
 
-def kill(actor: Any) -> None:
+def kill(actor: Actor) -> None:
     """End an actor at once. After the end of the session there is none."""
     if connected():
         ray.kill(actor)
@@ -353,7 +357,7 @@ def remove(groups: Collection[Group]) -> None:
         remove_placement_group(group)
 
 
-def strategy(group: Group | None, bundle: int, node: str) -> Any:
+def strategy(group: Group | None, bundle: int, node: str) -> object:
     """Tell Ray to start a process in a bundle of a group, or without one on a node."""
     if group is None:
         # With soft=True Ray takes any node for a process that needs nothing (seen with 2.60).

@@ -63,7 +63,7 @@ class ReplicaSlot:
         self.answered = False
         self.successor: Successor | None = None
         self.forget: list[int] = []
-        self.revisions: dict[int, Any] = {}
+        self.revisions: dict[int, int] = {}
         self.pending: Any = None
 
     def install(self, client: Client) -> None:
@@ -101,6 +101,7 @@ class Successor:
     Attributes:
         client: Its client, once it has started.
         problem: Why it has not started yet, or never will.
+        thread: The thread.
     """
 
     def __init__(
@@ -109,27 +110,21 @@ class Successor:
         self.client: Client | None = None
         self.problem: errors.ParallelError | None = None
         self._slot, self._starter, self._ended = slot, starter, ended
-        loss = (slot.client, died, slot.cause) if died else None
-        self._thread = threading.Thread(
-            target=self._work, args=(loss,), name="raydp-respawn", daemon=True
+        self.thread = threading.Thread(
+            target=self._work, args=(slot.client, died), name="raydp-respawn", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
-    @property
-    def works(self) -> bool:
-        """Tell if the thread still tries."""
-        return self._thread.is_alive()
-
-    def leave(self) -> Client | None:
-        """Wait for the end of the thread, as nobody needs it; returns what it has started."""
-        self._thread.join(5.0)
-        return self.client
-
-    def _work(self, loss: tuple[Client, str, str] | None) -> None:
-        device = self._slot.place.device_id
+    def _work(self, dead: Client, died: str) -> None:
+        slot, device = self._slot, self._slot.place.device_id
         try:
-            if loss is not None:
-                _report(*loss)
+            if died:  # Ray takes a while to know the cause, and something may be left of it
+                cause = dead.cause() or slot.cause
+                dead.end()
+                done = (
+                    "Its chunks run again on other replicas, and a new one starts in the background"
+                )
+                log.warning("%s: %s. %s", died, cause, done)
             self.client = self._start()
         except errors.ParallelError as error:
             self.problem = error
@@ -213,9 +208,7 @@ class ReplicaSet:
             self._pick_up()
             if self.options.elastic:
                 self._leave_nodes()
-            missing = [p for p in wanted if p not in self.slots or not self.slots[p].ready]
-            if missing:
-                self._fill(missing)
+            self._fill([p for p in wanted if p not in self.slots or not self.slots[p].ready])
             return [self.slots[place] for place in wanted]
 
     def _refresh(self) -> Starter:
@@ -270,7 +263,7 @@ class ReplicaSet:
         """Make sure that a successor starts."""
         assert self._starter is not None
         known = slot.successor
-        on_its_way = known is not None and (known.works or known.client is not None)
+        on_its_way = known is not None and (known.thread.is_alive() or known.client is not None)
         if not on_its_way and not self._ended.is_set():
             slot.successor = Successor(slot, self._starter, self._ended, died)
 
@@ -345,7 +338,9 @@ class ReplicaSet:
         deadline = time.monotonic() + timeout
         while True:
             coming = [slot.successor for slot in slots if slot.successor is not None]
-            works = any(one.works for one in coming)  # asked first: one that ends may have started
+            works = any(
+                one.thread.is_alive() for one in coming
+            )  # asked first: one that ends may have started
             if any(one.client is not None for one in coming):
                 return True
             if self._ended.wait(_LOOK):
@@ -373,17 +368,11 @@ class ReplicaSet:
         """Start no more replicas, and end those that nobody has picked up."""
         self._ended.set()
         late = [slot.successor for slot in [*self.slots.values()] if slot.successor is not None]
-        end_all([client for one in late if (client := one.leave()) is not None])
+        for successor in late:
+            successor.thread.join(5.0)
+        end_all([successor.client for successor in late if successor.client is not None])
         for slot in self.slots.values():
             slot.successor = None
-
-
-def _report(client: Client, what: str, cause: str) -> None:
-    """Log why a replica died, which takes Ray a while to know, and end what may be left of it."""
-    cause = client.cause() or cause
-    client.end()
-    done = "Its chunks run again on other replicas, and a new one starts in the background"
-    log.warning("%s: %s. %s", what, cause, done)
 
 
 _sets: weakref.WeakSet[ReplicaSet] = weakref.WeakSet()

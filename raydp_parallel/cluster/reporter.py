@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.monitoring import status
@@ -29,25 +29,32 @@ _WINDOW = 10
 """Reports that the figures of the status span."""
 
 _SUMMARY = 5
-"""Reports between two tasks of a replica."""
+"""Reports between two tasks of a replica, and that such a task is about."""
 
 _FAREWELL = 2.0
 """Seconds that a close waits for the last report: a cluster may not answer."""
 
 
-class Reporter:
-    """The thread. It ends with `close`, or when nobody has the executor any more, of which it uses
-    ``stats`` and ``show``.
-    """
+class Watched(Protocol):
+    """What an executor says of itself, and lets be said."""
 
-    def __init__(self, executor: Any) -> None:
+    def stats(self) -> ExecutorStats:
+        """Describe the work so far."""
+
+    def show(self, replica: int, text: str) -> None:
+        """Let the dashboard say what a replica, by its number, is doing."""
+
+
+class Reporter:
+    """The thread. It ends with `close`, or when nobody has the executor any more."""
+
+    def __init__(self, executor: Watched) -> None:
         self._executor = weakref.ref(executor)
         self._counters = {m: ray_api.Counter(*m) for m in COUNTERS}
         self._info = ray_api.Gauge(*INFO)
-        self._there: dict[int, dict[str, str]] = {}
         self._history: deque[ExecutorStats] = deque(maxlen=_WINDOW + 1)
+        self._there: list[dict[str, str]] = []  # the tags of processes that were reported
         self._reports = 0
-        self._shown: ExecutorStats | None = None
         self._key = ""
         self._warned = False
         self._stop = threading.Event()
@@ -101,10 +108,10 @@ class Reporter:
         ray_api.put_entry(self._key, json.dumps(entry))
         self._reports += 1
         if self._reports % _SUMMARY == 0:
-            for replica in stats.since(self._shown).replicas:
+            shown = self._history[-1 - _SUMMARY] if len(self._history) > _SUMMARY else None
+            for replica in stats.since(shown).replicas:
                 if replica.busy and replica.state == "ready":
                     executor.show(replica.index, summary(replica))
-            self._shown = stats
 
     def _count(self, stats: ExecutorStats) -> None:
         """Add what is new to the metrics."""
@@ -112,18 +119,20 @@ class Reporter:
         self._history.append(stats)
         for metric, tags, value in increments(new):
             ray_api.record(self._counters[metric], value, tags)
+        there = []
         for replica in stats.replicas:
             tags = {**tags_of(replica, stats.name), "gpu": replica.gpu, "pid": str(replica.pid)}
-            before = self._there.get(replica.index, tags)
-            if before != tags:  # the process was replaced
-                ray_api.record(self._info, 0.0, before)
+            there.append(tags)
             ray_api.record(self._info, float(replica.state == "ready"), tags)
-            self._there[replica.index] = tags
+        for tags in self._there:
+            if tags not in there:  # the process was replaced
+                ray_api.record(self._info, 0.0, tags)
+        self._there = there
 
     def _end(self) -> None:
         if self._final is not None:
             self._count(self._final)
-        for tags in self._there.values():
+        for tags in self._there:
             ray_api.record(self._info, 0.0, tags)
         if self._key:
             ray_api.delete_entry(self._key)

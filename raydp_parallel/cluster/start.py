@@ -19,11 +19,13 @@ from raydp_parallel.cluster.clients import Client, FarClient, NearClient, end_al
 from raydp_parallel.cluster.placement import (
     Hold,
     Holds,
+    Over,
     Place,
     booked,
     homes,
     no_room,
 )
+from raydp_parallel.cluster.ray_api import Actor
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.ambient import environment
 from raydp_parallel.devices.cuda import Hello, own_gpu
@@ -103,7 +105,7 @@ class Starter:
                 log.warning(f"{text} (%.0f s)", len(wanted), now - begun)
             return now >= begun + timeout
 
-        actors: dict[Place, Any] = {}
+        actors: dict[Place, Actor] = {}
         clients: Clients = {}
         try:
             holds = self._holds.claim([*wanted], over)
@@ -113,16 +115,12 @@ class Starter:
             for place, index in wanted.items():  # numbers are in the order of device_ids
                 if place in holds:
                     actors[place] = self._create(place, index, holds[place])
-            nodes = {hold.node for hold in holds.values()}
-            # No thread is inside of Ray when the program leaves it.
-            turn = ray_api.TURN if cancelled is None else 0.0
-            for place, hello in self._greet(actors, nodes, over, turn).items():
+            hellos = self._greet(actors, {hold.node for hold in holds.values()}, over)
+            for place, hello in hellos.items():
                 clients[place] = self._meet(actors[place], hello, over)
                 if not self._tried(clients[place]):
                     clients.pop(place).end()
-                    actors[place] = self._create(place, wanted[place], holds[place])
-                    again = self._greet({place: actors[place]}, nodes, over, turn)
-                    clients[place] = self._meet(actors[place], again[place], over)
+                    clients |= self.start({place: wanted[place]}, cancelled)
             return clients
         except BaseException as error:
             if self.alive():
@@ -136,7 +134,7 @@ class Starter:
                 raise PlacementError(f"a replica did not start{hint}: {error}") from None
             raise
 
-    def _create(self, place: Place, index: int, hold: Hold) -> Any:
+    def _create(self, place: Place, index: int, hold: Hold) -> Actor:
         """Start an actor. Its name ends in a number if there is another of that name."""
         needs = booked(place.kind, self._options)
         early = {**(threads.MALLOC if place.kind == "cpu" else {}), **environment()}
@@ -156,18 +154,14 @@ class Starter:
                     raise
         raise AssertionError("numbers do not end")
 
-    def _greet(
-        self, actors: Mapping[Place, Any], nodes: set[str], over: Callable[[], bool], turn: float
-    ) -> dict[Place, Hello]:
-        """Wait until actors run, looking at Ray in turns of some seconds; returns what they say of
-        themselves. Who waits on a node that has ended waits in vain.
-        """
+    def _greet(self, actors: dict[Place, Actor], nodes: set[str], over: Over) -> dict[Place, Hello]:
+        """Wait until actors run, as long as their nodes do; returns what they say of themselves."""
         hellos = {place: actor.hello.remote() for place, actor in actors.items()}
         late, ended = [*hellos.values()], set[str]()
         while late and not ended and not over():
-            if not turn:
-                time.sleep(ray_api.TURN / 4)
-            late = ray_api.late(late, turn)
+            # Outside of Ray, which ends a program that leaves while one of its threads is inside.
+            time.sleep(ray_api.PAUSE)
+            late = ray_api.late(late)
             ended = nodes - ray_api.living() if late else ended
         if late:
             ids = [place.device_id for place, ref in hellos.items() if ref in late]
@@ -200,7 +194,7 @@ class Starter:
                 raise PlacementError(f"{text}: install the same on every node of the cluster")
             ray_api.warn_once(f"{text}: results may differ by rounding")
 
-    def _meet(self, actor: Any, hello: Hello, over: Callable[[], bool]) -> Client:
+    def _meet(self, actor: Actor, hello: Hello, over: Over) -> Client:
         """Choose how a replica is called: over a socket if it is on this machine, else by Ray."""
         if hello.node == ray_api.here():
             with socket.socket(socket.AF_UNIX) as listener:

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any
 
 from raydp_parallel.monitoring.stats import (
-    DEATHS,
     OF_EXECUTOR,
     OF_REPLICA,
     ExecutorStats,
@@ -28,7 +26,7 @@ class _Tally:
     """The work of one replica, in counters as `ReplicaStats` names them."""
 
     def __init__(self) -> None:
-        self.counts: Any = SimpleNamespace(**dict.fromkeys(OF_REPLICA, 0))
+        self.counts = SimpleNamespace(**dict.fromkeys(OF_REPLICA, 0))
         self.models: dict[str, None] = {}  # names of the modules that it ran, in order
         self.began: float | None = None  # time of its first start
         self.free: float | None = None  # waiting is counted until then; None if it is not ready
@@ -63,14 +61,11 @@ class Recorder:
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         _names[name] += 1
         self.name = name if _names[name] == 1 else f"{name}/{_names[name]}"
-        self.totals: Any = SimpleNamespace(**dict.fromkeys(OF_EXECUTOR, 0))
+        self.totals = SimpleNamespace(**dict.fromkeys(OF_EXECUTOR, 0))
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
-        self._tallies: dict[int, _Tally] = {}
+        self._tallies: defaultdict[int, _Tally] = defaultdict(_Tally)
         self._clock = clock
         self._lock = threading.Lock()
-
-    def _tally(self, index: int) -> _Tally:
-        return self._tallies.setdefault(index, _Tally())
 
     def event(self, text: str) -> None:
         """Note a rare event."""
@@ -79,7 +74,7 @@ class Recorder:
     def started(self, index: int, device: str, node: str, pid: int) -> None:
         """Note that a replica has a process; one after the first replaces another."""
         with self._lock:
-            tally, now = self._tally(index), self._clock()
+            tally, now = self._tallies[index], self._clock()
             again = tally.began is not None
             if again:
                 tally.counts.respawns += 1
@@ -92,7 +87,7 @@ class Recorder:
     def died(self, index: int, text: str) -> None:
         """Note the death of a replica."""
         with self._lock:
-            tally = self._tally(index)
+            tally = self._tallies[index]
             tally.wait_until(self._clock())
             tally.counts.deaths += 1
             tally.free, tally.pending = None, 0
@@ -101,12 +96,12 @@ class Recorder:
     def replayed(self, index: int) -> None:
         """Count a chunk that a replica got because another one died."""
         with self._lock:
-            self._tally(index).counts.replays += 1
+            self._tallies[index].counts.replays += 1
 
     def called(self, index: int) -> None:
         """Note that a call was sent: the replica waits no longer."""
         with self._lock:
-            tally = self._tally(index)
+            tally = self._tallies[index]
             tally.wait_until(self._clock())
             tally.pending += 1
 
@@ -117,7 +112,7 @@ class Recorder:
         forward has rows, and the name of its module.
         """
         with self._lock:
-            tally = self._tally(index)
+            tally = self._tallies[index]
             tally.wait_until(self._clock(), busy)
             tally.pending = max(0, tally.pending - 1)
             tally.counts.calls += bool(rows or model)
@@ -132,8 +127,6 @@ class Recorder:
         """Return a frozen copy of all counters."""
         with self._lock:
             now = self._clock()
-            found = tuple(self._tally(info.index).stats(info, now) for info in replicas)
-            totals = {**vars(self.totals)}
-        for name in DEATHS:
-            totals[name] = sum(getattr(replica, name) for replica in found)
+            found = tuple(self._tallies[info.index].stats(info, now) for info in replicas)
+        totals = {**vars(self.totals)}
         return ExecutorStats(self.name, found, link, **totals, events=tuple(self.events))

@@ -5,12 +5,11 @@ write. It needs no network and no script.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from raydp_parallel.monitoring import status
-from raydp_parallel.monitoring.stats import NOTE, ReplicaStats, html_table
+from raydp_parallel.monitoring.stats import NOTE, ReplicaStats, Values, html_table
 
 _STYLE = """
 :root { color-scheme: light dark; --rule: #8884; --busy: #1b9e77; --waiting: #7b9fc7; }
@@ -37,7 +36,7 @@ _HEAD = f"""<!doctype html>
 _KEY = "".join(f'<span class="{name}"></span>{name}' for name in ("busy", "waiting", "idle"))
 
 
-def page(entries: Sequence[Mapping[str, Any]]) -> str:
+def page(entries: Sequence[Values]) -> str:
     """Return the page about all executors, of their drivers' entries."""
     parts = [f"{_HEAD}<p>{escape(time.strftime('%Y-%m-%d %H:%M:%S %Z'))}</p>"]
     parts += map(_section, map(status.read, entries))

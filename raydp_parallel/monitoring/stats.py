@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+Values = dict[str, Any]
+"""Plain values by name, for JSON."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,6 @@ class ExecutorStats:
         state_sends: Forwards, per replica, that had to send state or structure.
         state_bytes: Bytes of parameters and buffers that were sent.
         reruns: Forwards that ran again because contents had changed behind versions.
-        deaths: Replicas that ended before their time.
-        respawns: Replicas that were started to replace them.
-        replays: Chunks that ran again because their replica had died.
         events: Starts, deaths and other rare events: seconds since the epoch, and a text.
         steps_behind: The steps of `DataParallel.optimizer` that the master copy lacks.
     """
@@ -111,11 +111,23 @@ class ExecutorStats:
     state_sends: int = 0
     state_bytes: int = 0
     reruns: int = 0
-    deaths: int = 0
-    respawns: int = 0
-    replays: int = 0
     events: tuple[tuple[float, str], ...] = ()
     steps_behind: int = 0
+
+    @property
+    def deaths(self) -> int:
+        """Replicas that ended before their time."""
+        return sum(replica.deaths for replica in self.replicas)
+
+    @property
+    def respawns(self) -> int:
+        """Replicas that were started to replace them."""
+        return sum(replica.respawns for replica in self.replicas)
+
+    @property
+    def replays(self) -> int:
+        """Chunks that ran again because their replica had died."""
+        return sum(replica.replays for replica in self.replicas)
 
     def since(self, before: ExecutorStats | None) -> ExecutorStats:
         """Return the work done after an earlier look."""
@@ -128,19 +140,19 @@ class ExecutorStats:
             else now
             for now in self.replicas
         ]
-        grown = _growth(self, before, (*OF_EXECUTOR, *DEATHS))
-        return replace(self, replicas=tuple(replicas), **grown)
+        return replace(self, replicas=tuple(replicas), **_growth(self, before, OF_EXECUTOR))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """Return plain values, for JSON."""
-        return asdict(self)
+        return {**asdict(self), **{name: getattr(self, name) for name in DEATHS}}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ExecutorStats:
+    def from_dict(cls, values: Values) -> ExecutorStats:
         """Read `to_dict`'s values, also after a trip through JSON."""
         replicas = [ReplicaStats(**{**r, "models": tuple(r["models"])}) for r in values["replicas"]]
         events = tuple((at, text) for at, text in values["events"])
-        return cls(**{**values, "replicas": tuple(replicas), "events": events})
+        own = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**{**own, "replicas": tuple(replicas), "events": events})
 
     def cells(self) -> list[list[str]]:
         """Return the head of the table, and a row for each replica."""
@@ -187,7 +199,7 @@ _HEAD = (
 )
 
 
-def _growth(now: object, before: object, names: Sequence[str]) -> dict[str, Any]:
+def _growth(now: object, before: object, names: Sequence[str]) -> Values:
     return {name: getattr(now, name) - getattr(before, name) for name in names}
 
 

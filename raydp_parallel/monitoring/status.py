@@ -5,10 +5,10 @@ their drivers write once per second.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from raydp_parallel.monitoring.stats import ExecutorStats, printable, table
+from raydp_parallel.monitoring.stats import ExecutorStats, Values, printable, table
 
 _EVENTS = 6
 """Events that are shown."""
@@ -37,7 +37,7 @@ class Found(NamedTuple):
         return [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in events]
 
 
-def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> dict[str, Any]:
+def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> Values:
     """Return the entry that a driver writes for an executor, in plain values."""
     return {
         "posted": time.time(),
@@ -48,7 +48,7 @@ def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> d
     }
 
 
-def read(entry: Mapping[str, Any]) -> Found:
+def read(entry: Values) -> Found:
     """Read an entry."""
     stats, window = map(ExecutorStats.from_dict, (entry["stats"], entry["window"]))
     age = time.time() - entry["posted"]
@@ -58,7 +58,7 @@ def read(entry: Mapping[str, Any]) -> Found:
     return Found(title, f"the last {seconds:.0f} s{late}", stats, window)
 
 
-def render(entries: Sequence[Mapping[str, Any]]) -> str:
+def render(entries: Sequence[Values]) -> str:
     """Return the text about all executors, of their drivers' entries."""
     parts = []
     for found in map(read, entries):
