@@ -221,7 +221,7 @@ def test_cpu_replicas_have_no_more_threads_than_the_program_asked_for(
 ) -> None:
     """By torch.set_num_threads after the import; else a share of the cores."""
     starter = object.__new__(Starter)
-    vars(starter).update(_options=Options(threads=None), _told=16, _nodes=1, _machines=1, _cores=16)
+    vars(starter).update(_options=Options(threads=None), _told=16, _nodes=1, _cores=16)
     monkeypatch.setattr(threads, "AT_START", 8)
     for own, each in ((8, 8), (9, 8), (3, 3), (1, 1)):
         monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)

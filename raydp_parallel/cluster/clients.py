@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -191,9 +190,7 @@ class NearClient(ActorClient):
 class FarClient(ActorClient):
     """A replica of another machine, or of another user, called through Ray."""
 
-    def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
-        super().__init__(actor, hello, life)
-        self._refs: deque[object] = deque()
+    _answer: object = None  # the one that is owed; a slot has no more than one request at a time
 
     def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
@@ -201,11 +198,11 @@ class FarClient(ActorClient):
             raise Gone("the Ray cluster was left")
         parts = flat(request)
         self.sent += parts[2].nbytes
-        self._refs.append(self.actor.answer.remote(*parts))
+        self._answer = self.actor.answer.remote(*parts)
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
-        return not self._in_session() or not ray_api.late([self._refs[0]], seconds)
+        return not self._in_session() or not ray_api.late([self._answer], seconds)
 
     def receive(self, timeout: float | None, home: torch.device = _CPU) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
@@ -214,15 +211,14 @@ class FarClient(ActorClient):
         if not self._in_session():
             raise Gone("the Ray cluster was left")
         try:
-            found: Flat = ray_api.get(self._refs[0], timeout)
+            found: Flat = ray_api.get(self._answer, timeout)
         except TimeoutError as error:
             raise Gone(_late(timeout)) from error
         except ray_api.TaskError:
-            self._refs.popleft()
             raise
         except ray_api.RayError as error:
             raise Gone(ray_api.in_short(error)) from error
-        self._refs.popleft()
+        self._answer = None
         self.received += found[2].nbytes
         return unflat(found, home)
 

@@ -238,8 +238,8 @@ def disconnect() -> None:
 
 def is_private() -> bool:
     """Tell if this process started the cluster: then it is one machine, and gets no others."""
-    node: Any = worker._global_node
-    return node is not None and bool(node.head)
+    own: Any = worker._global_node
+    return own is not None and bool(own.head)
 
 
 def here() -> str:
@@ -289,18 +289,15 @@ class Node(NamedTuple):
     """A living node, with all of its resources."""
 
     id: str
-    address: str
     total: Mapping[str, float]
 
 
 def nodes() -> list[Node]:
     """Return the living nodes that do not drain, the driver's first, then by id."""
-    first, leaving, found = here(), draining(), []
-    for entry in ray.nodes():
-        name = entry["NodeID"]
-        if entry["Alive"] and name not in leaving:
-            found.append(Node(name, entry["NodeManagerAddress"], entry["Resources"]))
-    return sorted(found, key=lambda one: (one.id != first, one.id))
+    first, leaving = here(), draining()
+    living = [Node(entry["NodeID"], entry["Resources"]) for entry in ray.nodes() if entry["Alive"]]
+    staying = [node for node in living if node.id not in leaving]
+    return sorted(staying, key=lambda node: (node.id != first, node.id))
 
 
 def free(names: Sequence[str]) -> str:

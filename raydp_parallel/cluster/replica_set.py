@@ -26,6 +26,7 @@ from raydp_parallel.options import Options
 log = logging.getLogger("raydp_parallel")
 
 _LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
+_INSTEAD = "Its chunks run again on other replicas, and a new one starts in the background"
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
 _CLOSED = "this executor was closed: make another, or leave `executor` out to use the process's"
@@ -96,7 +97,6 @@ class Successor:
     Args:
         slot: The slot. If its replica ``died``, of what is said then, Ray is asked for the cause.
         starter: Starts it.
-        ended: Is set when nobody needs it any more.
 
     Attributes:
         client: Its client, once it has started.
@@ -104,12 +104,10 @@ class Successor:
         thread: The thread.
     """
 
-    def __init__(
-        self, slot: ReplicaSlot, starter: Starter, ended: threading.Event, died: str
-    ) -> None:
+    def __init__(self, slot: ReplicaSlot, starter: Starter, died: str) -> None:
         self.client: Client | None = None
         self.problem: errors.ParallelError | None = None
-        self._slot, self._starter, self._ended = slot, starter, ended
+        self._slot, self._starter = slot, starter
         self.thread = threading.Thread(
             target=self._work, args=(slot.client, died), name="raydp-respawn", daemon=True
         )
@@ -121,10 +119,7 @@ class Successor:
             if died:  # Ray takes a while to know the cause, and something may be left of it
                 cause = dead.cause() or slot.cause
                 dead.end()
-                done = (
-                    "Its chunks run again on other replicas, and a new one starts in the background"
-                )
-                log.warning("%s: %s. %s", died, cause, done)
+                log.warning("%s: %s. %s", died, cause, _INSTEAD)
             self.client = self._start()
         except errors.ParallelError as error:
             self.problem = error
@@ -132,28 +127,24 @@ class Successor:
         except Exception as error:  # of any kind: no call may wait for ever
             self.problem = errors.ClusterError(f"no replica could be started: {error!r}")
             log.exception("no replica for device %s", device)
-        if self.client is not None and self._ended.is_set():  # nobody may have waited so long
+        if self.client is not None and self._starter.ended.is_set():  # unnoticed
             self.client.end()
 
     def _start(self) -> Client | None:
         slot, starter = self._slot, self._starter
-
-        def cancelled() -> bool:
-            return self._ended.is_set() or not starter.alive()
-
         while True:
             pause = min(_PAUSES[0] * 2**slot.in_vain, _PAUSES[1]) if slot.in_vain else 0.0
             if pause == _PAUSES[1]:
                 text = "device %s: %d replicas ended before they answered; the next starts in %g s"
                 log.warning(text, slot.place.device_id, slot.in_vain, pause)
-            if self._ended.wait(pause):
+            if starter.ended.wait(pause):
                 return None
             if not starter.alive():
                 raise errors.ClusterError(_LEFT)
             try:
-                return starter.start({slot.place: slot.index}, cancelled)[slot.place]
+                return starter.start({slot.place: slot.index}, background=True)[slot.place]
             except errors.PlacementError as error:
-                if cancelled():
+                if starter.needless():
                     continue  # which ends above
                 if not isinstance(error, errors.NoRoom):  # a process was started
                     slot.in_vain += 1
@@ -178,7 +169,6 @@ class ReplicaSet:
         self.recorder = Recorder(name)
         self.closed = self.forked = False
         self._starter: Starter | None = None
-        self._ended = threading.Event()  # of successors
         self._lock = threading.RLock()
         _sets.add(self)
 
@@ -219,7 +209,6 @@ class ReplicaSet:
             return self._starter
         if self._starter is not None:  # the cluster was left, and the replicas with it
             self._stop_successors()
-            self._ended = threading.Event()
             for slot in self.slots.values():
                 slot.state = "starting"
         self._starter = Starter(self.recorder.name, self.options)
@@ -264,8 +253,8 @@ class ReplicaSet:
         assert self._starter is not None
         known = slot.successor
         on_its_way = known is not None and (known.thread.is_alive() or known.client is not None)
-        if not on_its_way and not self._ended.is_set():
-            slot.successor = Successor(slot, self._starter, self._ended, died)
+        if not on_its_way and not self._starter.ended.is_set():
+            slot.successor = Successor(slot, self._starter, died)
 
     def _leave_nodes(self) -> None:
         """Leave nodes that are about to end, if replicas of the same kind stay elsewhere."""
@@ -343,7 +332,7 @@ class ReplicaSet:
             )  # asked first: one that ends may have started
             if any(one.client is not None for one in coming):
                 return True
-            if self._ended.wait(_LOOK):
+            if self._starter is None or self._starter.ended.wait(_LOOK):
                 raise errors.ExecutorClosed(_CLOSED)
             if not works or time.monotonic() >= deadline:
                 return False
@@ -352,7 +341,8 @@ class ReplicaSet:
         """End all replicas. A thread that holds the lock and waits for one stops waiting."""
         if self.forked:
             return
-        self._ended.set()
+        if self._starter is not None:
+            self._starter.ended.set()
         with self._lock:
             self.closed = True
             try:
@@ -366,7 +356,8 @@ class ReplicaSet:
 
     def _stop_successors(self) -> None:
         """Start no more replicas, and end those that nobody has picked up."""
-        self._ended.set()
+        if self._starter is not None:
+            self._starter.ended.set()
         late = [slot.successor for slot in [*self.slots.values()] if slot.successor is not None]
         for successor in late:
             successor.thread.join(5.0)

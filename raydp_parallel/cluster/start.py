@@ -8,8 +8,9 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,9 +36,6 @@ from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 
 log = logging.getLogger("raydp_parallel")
 
-Cancelled = Callable[[], bool] | None
-"""True if a start in the background is not needed any more; None if the user waits for it."""
-
 Clients = dict[Place, Client]
 
 _BETWEEN_LOOKS = 1.0
@@ -45,20 +43,24 @@ _BETWEEN_LOOKS = 1.0
 
 
 class Starter:
-    """Starts the replicas of one executor, in the cluster that is connected now."""
+    """Starts the replicas of one executor, in the cluster that is connected now.
+
+    Attributes:
+        alive: Tells if that is still connected.
+        ended: Is set when nobody needs further replicas.
+    """
 
     def __init__(self, name: str, options: Options) -> None:
         ray_api.connect()
         self.alive = ray_api.session()
+        self.ended = threading.Event()
         self._name, self._options = name, options
         self._holds = Holds(name, options)
         self._ways = options.ways
         self._leaving: frozenset[str] = frozenset()
         self._next_look = 0.0
         computing = homes("cpu", options) or ray_api.nodes()
-        self._nodes, self._machines = len(computing), len({node.address for node in computing})
-        if options.label_selector:  # which may leave one of them
-            self._nodes = self._machines = 1
+        self._nodes = 1 if options.label_selector else len(computing)  # labels may leave one
         self._told = int(min(node.total.get("CPU", 1) for node in computing))
         self._cores = 0
 
@@ -69,12 +71,14 @@ class Starter:
         """
         if self._options.threads:
             return self._options.threads
-        share = self._told // -(-chunks // self._nodes)
-        if self._cores:
-            share = min(share, self._cores // -(-chunks // self._machines))
+        share = min(self._told, self._cores or self._told) // -(-chunks // self._nodes)
         if torch.get_num_threads() < threads.AT_START:  # the program asked for fewer
             share = min(share, torch.get_num_threads())
         return max(1, share)
+
+    def needless(self) -> bool:
+        """Tell if nobody needs further replicas, or there can be none."""
+        return self.ended.is_set() or not self.alive()
 
     def leaving(self) -> frozenset[str]:
         """Return the nodes that are known to end soon, as of the last second."""
@@ -83,9 +87,9 @@ class Starter:
             self._leaving = ray_api.draining()
         return self._leaving
 
-    def start(self, wanted: Mapping[Place, int], cancelled: Cancelled = None) -> Clients:
+    def start(self, wanted: Mapping[Place, int], background: bool = False) -> Clients:
         """Start a replica in each place, by its number in the executor, or raise `PlacementError`;
-        with ``elastic`` in some.
+        with ``elastic`` in some. Nobody may need one any more that starts in the background.
 
         A place keeps its part of the cluster, also for its next replica, until it is released.
         """
@@ -96,10 +100,9 @@ class Starter:
         def over() -> bool:
             nonlocal said
             now = time.monotonic()
-            if cancelled is not None and cancelled():
-                # The cluster may be gone: a question would start another one.
+            if background and self.needless():  # a question to Ray may start another cluster
                 raise PlacementError("this start is not needed any more")
-            if cancelled is None and now >= said:
+            if not background and now >= said:
                 said = now + 10
                 text = "waiting for %d replicas: each needs a place, and imports torch"
                 log.warning(f"{text} (%.0f s)", len(wanted), now - begun)
@@ -120,7 +123,7 @@ class Starter:
                 clients[place] = self._meet(actors[place], hello, over)
                 if not self._tried(clients[place]):
                     clients.pop(place).end()
-                    clients |= self.start({place: wanted[place]}, cancelled)
+                    clients |= self.start({place: wanted[place]}, background)
             return clients
         except BaseException as error:
             if self.alive():

@@ -17,7 +17,7 @@ from raydp_parallel.options import Options
 
 def node(name: str, gpus: float = 0, cpus: float = 4) -> Node:
     """A node with so many GPUs."""
-    return Node(name, "10.0.0.1", {"GPU": gpus, "CPU": cpus, "disk": 2.0})
+    return Node(name, {"GPU": gpus, "CPU": cpus, "disk": 2.0})
 
 
 At = Callable[..., list[str | None]]

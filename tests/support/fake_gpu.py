@@ -587,7 +587,7 @@ class NearStarter:
     """Starts replicas in this process; the methods are those of `Starter`."""
 
     def __init__(self, make: Any) -> None:
-        self._make = make
+        self._make, self.ended = make, threading.Event()
 
     def alive(self) -> bool:
         """Say yes."""
@@ -597,7 +597,7 @@ class NearStarter:
         """One."""
         return 1
 
-    def start(self, wanted: Mapping[Any, int], _cancelled: Any = None) -> dict[Any, Near]:
+    def start(self, wanted: Mapping[Any, int], _background: bool = False) -> dict[Any, Near]:
         """Start a replica in each place."""
         return {place: self._make(index) for place, index in wanted.items()}
 
