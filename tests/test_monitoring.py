@@ -35,7 +35,7 @@ class Fake:
             ReplicaInfo(1, "cpu", "a1b2c3d4e5f6", 4712, "ready"),
         ]
         for info in self.infos:
-            self.recorder.started(info.index, info.device, info.node, info.pid)
+            self.recorder.started(info)
         self.shown: list[tuple[int, str]] = []
 
     def step(self, index: int = 0, rows: int = 60) -> None:

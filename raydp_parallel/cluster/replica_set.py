@@ -239,8 +239,7 @@ class ReplicaSet:
 
     def _install(self, slot: ReplicaSlot, client: Client) -> None:
         slot.install(client)
-        info = slot.info()
-        self.recorder.started(slot.index, info.device, info.node, info.pid)
+        self.recorder.started(slot.info())
 
     def _pick_up(self) -> None:
         """Install the replicas that were started in the background."""

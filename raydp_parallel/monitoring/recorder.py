@@ -71,10 +71,10 @@ class Recorder:
         """Note a rare event."""
         self.events.append((time.time(), text))
 
-    def started(self, index: int, device: str, node: str, pid: int) -> None:
+    def started(self, info: ReplicaInfo) -> None:
         """Note that a replica has a process; one after the first replaces another."""
         with self._lock:
-            tally, now = self._tallies[index], self._clock()
+            tally, now = self._tallies[info.index], self._clock()
             again = tally.began is not None
             if again:
                 tally.counts.respawns += 1
@@ -82,7 +82,8 @@ class Recorder:
                 tally.began = now
             tally.free, tally.pending = now, 0
         verb = "was replaced" if again else "started"
-        self.event(f"replica {index} {verb}: {device}, node {node[:8]}, pid {pid}")
+        where = f"{info.device}, node {info.node[:8]}, pid {info.pid}"
+        self.event(f"replica {info.index} {verb}: {where}")
 
     def died(self, index: int, text: str) -> None:
         """Note the death of a replica."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -156,7 +156,8 @@ class ExecutorStats:
 
     def cells(self) -> list[list[str]]:
         """Return the head of the table, and a row for each replica."""
-        return [[*_HEAD], *map(_row, self.replicas)]
+        rows = [[column(replica) for column in _COLUMNS.values()] for replica in self.replicas]
+        return [[*_COLUMNS], *rows]
 
     def summary(self) -> str:
         """Describe all replicas together in one line."""
@@ -193,31 +194,31 @@ NOTE = (
     "MB in: inputs, gradients, changed weights; MB out: outputs, gradients; mapped weights in none"
 )
 
-_HEAD = (
-    *("replica", "device", "node", "pid", "state", "model", "calls", "rows/s"),
-    *("busy", "waiting", "idle", "MB in", "MB out", "deaths"),
-)
-
 
 def _growth(now: object, before: object, names: Sequence[str]) -> Values:
     return {name: getattr(now, name) - getattr(before, name) for name in names}
 
 
-def _row(replica: ReplicaStats) -> list[str]:
-    return [
-        str(replica.index),
-        f"{replica.device} {replica.gpu}".strip(),
-        replica.node[:8],
-        str(replica.pid),
-        replica.state,
-        ", ".join(replica.models[:3]) + (", ..." if len(replica.models) > 3 else ""),
-        f"{replica.calls:,}",
-        f"{replica.rate:,.0f}",
-        *(f"{share:.0%}" for share in replica.shares),
-        f"{replica.bytes_in / 1e6:,.1f}",
-        f"{replica.bytes_out / 1e6:,.1f}",
-        str(replica.deaths),
-    ]
+def _models(replica: ReplicaStats) -> str:
+    return ", ".join(replica.models[:3]) + (", ..." if len(replica.models) > 3 else "")
+
+
+_COLUMNS: dict[str, Callable[[ReplicaStats], str]] = {
+    "replica": lambda r: str(r.index),
+    "device": lambda r: f"{r.device} {r.gpu}".strip(),
+    "node": lambda r: r.node[:8],
+    "pid": lambda r: str(r.pid),
+    "state": lambda r: r.state,
+    "model": _models,
+    "calls": lambda r: f"{r.calls:,}",
+    "rows/s": lambda r: f"{r.rate:,.0f}",
+    "busy": lambda r: f"{r.shares[0]:.0%}",
+    "waiting": lambda r: f"{r.shares[1]:.0%}",
+    "idle": lambda r: f"{r.shares[2]:.0%}",
+    "MB in": lambda r: f"{r.bytes_in / 1e6:,.1f}",
+    "MB out": lambda r: f"{r.bytes_out / 1e6:,.1f}",
+    "deaths": lambda r: str(r.deaths),
+}
 
 
 def count(number: int, noun: str) -> str:
@@ -243,10 +244,9 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
     """Return a table for a page."""
-    head, *body = [[html.escape(cell) for cell in row] for row in rows]
     lines = []
-    for row in body:
-        cells = "".join(f"<td>{cell}</td>" for cell in row)
+    for number, row in enumerate(rows):
+        kind = "td" if number else "th"
+        cells = "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in row)
         lines.append(f"<tr>{cells}</tr>")
-    names = "".join(f"<th>{name}</th>" for name in head)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f"<table>{''.join(lines)}</table>"
