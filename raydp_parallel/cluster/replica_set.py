@@ -91,12 +91,13 @@ class ReplicaSlot:
 
 
 class Successor:
-    """The next replica of a slot, which a thread of its own starts. That one never takes the set's
-    lock: the next call picks up what it started.
+    """The next replica of a slot. A thread of its own starts it, and never takes the set's lock:
+    the next call picks up what it started.
 
     Args:
-        slot: The slot. If its replica ``died``, of what is said then, Ray is asked for the cause.
+        slot: The slot.
         starter: Starts it.
+        died: Says that the last one died, and Ray is asked why; empty if none did.
 
     Attributes:
         client: Its client, once it has started.
