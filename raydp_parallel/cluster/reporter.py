@@ -36,7 +36,7 @@ _FAREWELL = 2.0
 
 
 class Watched(Protocol):
-    """What an executor says of itself, and lets be said."""
+    """An executor, as the thread uses it."""
 
     def stats(self) -> ExecutorStats:
         """Describe the work so far."""
