@@ -125,6 +125,26 @@ def largest_message() -> int:
     return max(sum(isinstance(part, ast.AnnAssign) for part in one.body) for one in classes)
 
 
+def largest_type() -> int:
+    """The most attributes of a class. What users read as a record may be as long as it is."""
+    read = {"DataParallel", "Options", "ExecutorStats"}
+    types = [node for _, tree in parsed() for node in ast.walk(tree)]
+    return max(
+        len(attributes(one))
+        for one in types
+        if isinstance(one, ast.ClassDef) and one.name not in read
+    )
+
+
+def attributes(type_: ast.ClassDef) -> set[str]:
+    """The names that a class declares, or sets in itself."""
+    found = {ast.unparse(part.target) for part in type_.body if isinstance(part, ast.AnnAssign)}
+    for node in ast.walk(type_):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+    return found
+
+
 def measured() -> dict[str, int]:
     """The numbers of today."""
     trees = [tree for _, tree in parsed()]
@@ -140,6 +160,11 @@ def measured() -> dict[str, int]:
             set().union(*(private_names(tree, own) for tree in trees))
         ),
         "fields of the largest message": largest_message(),
+        "attributes of the largest type": largest_type(),
+        "uses of Any": sum(
+            len(re.findall(r"\bAny\b", ast.unparse(tree))) - ("Any" in imports(tree))
+            for tree in trees
+        ),
     }
 
 
