@@ -5,6 +5,7 @@ the same executor.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -18,18 +19,14 @@ from harness import raised
 from torch import nn
 
 from raydp_parallel import (
-    ClusterError,
     DataParallel,
     Executor,
-    ExecutorClosed,
-    GraphLost,
     Options,
     ParallelError,
     PlacementError,
-    ReplicaDied,
-    ReplicaExit,
     TransferError,
     data_parallel,
+    errors,
 )
 
 pytestmark = pytest.mark.usefixtures("cluster", "usable_afterwards")
@@ -400,17 +397,6 @@ def test_an_address_of_a_client_does_not_matter_once_connected(
 
 def test_the_error_tree() -> None:
     """One root for what the package raises on its own account, and each can be pickled."""
-    import pickle
-
-    for kind in (
-        PlacementError,
-        ClusterError,
-        ExecutorClosed,
-        ReplicaDied,
-        ReplicaExit,
-        GraphLost,
-        TransferError,
-    ):
-        assert issubclass(kind, ParallelError) and issubclass(kind, RuntimeError)
+    for kind in [value for value in vars(errors).values() if isinstance(value, type)]:
         again = pickle.loads(pickle.dumps(kind("what")))
-        assert type(again) is kind and str(again) == "what"
+        assert issubclass(kind, ParallelError) and type(again) is kind and str(again) == "what"
