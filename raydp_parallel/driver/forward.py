@@ -61,8 +61,8 @@ class ForwardChunk(NamedTuple):
 
     slot: ReplicaSlot
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     where: str | None
     rows: int
     detach: bool = False
@@ -84,16 +84,6 @@ class _Settings(NamedTuple):
         return self.context.grad and not self.context.inference
 
 
-class _Before(NamedTuple):
-    """State that a forward found."""
-
-    mark: Mark
-    steps: int
-    """The steps that replicas had made of the module."""
-    versions: list[int]
-    """Those of the tensors among its arguments."""
-
-
 class ForwardCall(Call):
     """The forward of one chunk, and of its graph again after a death.
 
@@ -106,9 +96,9 @@ class ForwardCall(Call):
     def __init__(self, settings: _Settings, chunk: Chunk, given: ForwardChunk) -> None:
         super().__init__(chunk.slot, "forward", chunk.master.number)
         self.settings, self.chunk, self.given = settings, chunk, given
-        self._refs = batch.find_refs((given.args, given.kwargs))
+        self.refs = batch.find_refs((given.args, given.kwargs))
         arguments = given.args, given.kwargs
-        if self._refs:  # numbers that each sending chooses
+        if self.refs:  # numbers that each sending chooses
             arguments = batch.numbered(arguments, {})
         self._arguments = _arguments(*arguments)
         self._called: Parcel | str | None = None
@@ -119,7 +109,8 @@ class ForwardCall(Call):
         if isinstance(given.called, LossCall) and isinstance(self._called, Parcel):
             refuse_own_parameters(given.module, self._called.tensors)
         self.inputs = [t for t in self._tensors() if settings.grad and t.requires_grad]
-        self._before: _Before | None = None
+        # The state that the forward found, the replicas' steps, and versions among its arguments.
+        self._before: tuple[Mark, int, list[int]] | None = None
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
         self._seat: ExchangeRequest | None = None  # among layers that exchange tensors
@@ -129,11 +120,6 @@ class ForwardCall(Call):
         carried = self._called.tensors if isinstance(self._called, Parcel) else []
         return [*carried, *self._arguments.tensors]
 
-    @property
-    def sends_code(self) -> bool:
-        """True if functions of the program travel beside the module."""
-        return bool(self._refs) or callable(self.given.called)
-
     def begin(
         self, mark: Mark, seat: ExchangeRequest | None, spread: ExchangeRequest | None
     ) -> None:
@@ -142,7 +128,7 @@ class ForwardCall(Call):
         self.home, self._seat, self._spread = master.home, seat, spread
         self.rows, self.name = self.given.rows, type(self.given.module).__name__
         steps = 0 if master.resident is None else master.resident.weights.steps
-        self._before = _Before(mark, steps, versions_of(self._tensors()))
+        self._before = mark, steps, versions_of(self._tensors())
         self.makes = None
         if self.settings.grad and (self.inputs or master.leaves()):
             self.makes = RemoteGraph(next(self.settings.executor.keys))
@@ -155,9 +141,9 @@ class ForwardCall(Call):
         if master.resident is not None:
             master.resident.weights.ready(slot)
         self._update = executor.update(master, slot)
-        if self._refs:  # under new numbers
+        if self.refs:  # under new numbers
             numbers: dict[object, int] = {}
-            for ref in self._refs:
+            for ref in self.refs:
                 one = ref.alone() if isinstance(ref, batch.ChunkRefs) else ref
                 if one.ref not in numbers:
                     numbers[one.ref] = next(_numbers)
@@ -172,25 +158,18 @@ class ForwardCall(Call):
             update = update._replace(spread=self._spread)
             if self._spread.rank != self._spread.root:
                 update = update._replace(parts=())
-        settings, chunk = self.settings, self.chunk
+        (_, context, seed, threads, unused), chunk = self.settings, self.chunk
         return ForwardRequest(
-            Terms(
-                chunk.number,
-                settings.context,
-                settings.threads,
-                chunk.where,
-                chunk.first,
-                self._seat,
-            ),
+            Terms(chunk.number, context, threads, chunk.where, chunk.first, self._seat),
             model=self.model,
             update=update,
             key=None if self.makes is None else self.makes.key,
             called=self._called,
             arguments=self._arguments,
-            seed=settings.seed,
+            seed=seed,
             forget=(),
             overlay=self.overlay,
-            optional=settings.unused == "none",  # torch would call hooks with None
+            optional=unused == "none",  # torch would call hooks with None
         )
 
     def keep(self) -> None:
@@ -201,17 +180,17 @@ class ForwardCall(Call):
         self.inputs, self._update = [], None
         self.rows, self.name = 0, ""  # another run is no call
         self.given = self.given._replace(module=nn.Module())  # the caller's may be freed
-        if not self._refs:
+        if not self.refs:
             self.given = self.given._replace(args=(), kwargs={})
 
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
-        master, before = self.chunk.master, self._before
-        assert before is not None
-        what = master.changed_since(before.mark, self.overlay or ())
-        if what is None and versions_of(self._tensors()) != before.versions:
+        assert self._before is not None
+        master, (mark, steps, versions) = self.chunk.master, self._before
+        what = master.changed_since(mark, self.overlay or ())
+        if what is None and versions_of(self._tensors()) != versions:
             what = "one of the arguments"
-        if master.resident is not None and master.resident.weights.steps != before.steps:
+        if master.resident is not None and master.resident.weights.steps != steps:
             what = "the weights, by a step of the optimizer,"
         return None if what is None else f"{what} was changed"
 
@@ -238,7 +217,7 @@ def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
         )
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parcel:
+def _arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> Parcel:
     try:
         return parcel((args, kwargs), "")
     except TransferError:
@@ -305,7 +284,8 @@ def start(
             calls.append(ForwardCall(settings, chunk, given))
         slots = [given.slot for given in chunks]
         together = groups.have_layers(chunks)
-        code = any(call.sends_code for call in calls)
+        # Functions may travel beside the module, and what prepares objects of Ray's store.
+        code = any(callable(call.given.called) or call.refs for call in calls)
         while True:
             for master in masters.values():
                 if master.resident is not None:

@@ -326,11 +326,11 @@ def test_ctrl_c_before_a_request_is_sent(
     expected = model(x)
     client = killable.replica_set.ready()[1].client
 
-    def pressed() -> None:
+    def pressed(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(client, "moved", pressed)
+        patch.setattr(client, "send", pressed)
         model(x)
     assert torch.equal(model(x), expected)
 
