@@ -137,10 +137,7 @@ class Executor:
         return found
 
     def update(
-        self,
-        master: Master,
-        slot: ReplicaSlot,
-        weights: dict[int, Tensor] | None = None,
+        self, master: Master, slot: ReplicaSlot, weights: dict[int, Tensor] | None = None
     ) -> StateUpdate | None:
         """Collect what a slot's replica lacks of a model.
 
@@ -154,7 +151,7 @@ class Executor:
         shared = client.hello.near and (client.link != "ipc" or master.home.type == "cpu")
         if shared and master.behind(maps):  # see [Note: who reads a run]
             for other in self.replica_set.ready():
-                if other is not slot and other.client and other.client.hello.maps == maps:
+                if other.client.hello.maps == maps:
                     self.dispatcher.settle(other)
         revision = slot.revisions.get(master.number, 0)
         return master.update_from(revision, maps, shared, weights)
@@ -167,7 +164,7 @@ class Executor:
 
     def stats(self, model: nn.Module | None = None) -> ExecutorStats:
         """Describe the replicas' work so far, for all models."""
-        links = {s.client.link for s in self.replica_set.ready() if s.client is not None}
+        links = {slot.client.link for slot in self.replica_set.ready()}
         links |= {"nccl" for group in [*self.groups.values()] if group.nccl}
         link = " + ".join(sorted(links)) or "none"
         return self.replica_set.recorder.stats(self.replicas(), link)
@@ -175,7 +172,7 @@ class Executor:
     def show(self, replica: int, text: str) -> None:
         """Let Ray's dashboard say what a replica, by its number, is doing."""
         for slot in [*self.replica_set.slots.values()]:  # another thread may add one
-            if slot.index == replica and slot.ready and slot.client is not None:
+            if slot.index == replica and slot.ready:
                 slot.client.show(text)
 
     def grow(self, timeout: float | None = None) -> int:
