@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +42,12 @@ from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph, own
 from raydp_parallel.driver.executor import Executor
-from raydp_parallel.driver.gradients import Leaf, Numbers, Sums
+from raydp_parallel.driver.gradients import Numbers, Sums
 from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY
-from raydp_parallel.state.mirror import Mark
+from raydp_parallel.state.mirror import Leaf, Mark
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import (
@@ -63,21 +64,13 @@ from raydp_parallel.wire.messages import (
 
 
 class Part(NamedTuple):
-    """One chunk of a call, as backward sees it.
-
-    Attributes:
-        graph: Its graph.
-        chunk: Its number, its slot, its model.
-        mark: The model's tensors after the forward.
-        leaves: Which of the call's leaves those of the module are.
-        inputs: Which of them its own inputs are.
-    """
+    """One chunk of a call, as backward sees it."""
 
     graph: RemoteGraph
     chunk: Chunk
-    mark: Mark
-    leaves: Numbers
-    inputs: Numbers
+    mark: Mark  # the model's tensors after the forward
+    leaves: Numbers  # which of the call's leaves those of the module are
+    inputs: Numbers  # which of them its own inputs are
 
     @property
     def all(self) -> Numbers:
@@ -85,40 +78,20 @@ class Part(NamedTuple):
         return [*self.leaves, *self.inputs]
 
 
+@dataclass(eq=False)
 class CallNode:
-    """Describes one call to backward.
+    """One call, as backward sees it."""
 
-    Args:
-        executor: The executor that runs it.
-        leaves: The tensors that gradients may be asked for.
-        unused: The gradients of unused parameters.
-        parents: The calls that it is derived from.
-        group: The slots of the chunks, if their layers exchange tensors.
-
-    Attributes:
-        token: The output of its `Fork`.
-        shared: True if it shares nodes with another call.
-        parts: Its chunks that have a graph, by number.
-        passes: Gradients that each running pass of torch's engine brought, by its number.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        leaves: Sequence[Leaf],
-        unused: UnusedGrads,
-        parents: Sequence[CallNode] = (),
-        group: Sequence[ReplicaSlot] | None = None,
-    ) -> None:
-        self.executor = executor
-        self.leaves = leaves
-        self.unused = unused
-        self.parents = parents
-        self.group = group
-        self.shared = bool(parents)
-        self.token: Tensor | None = None
-        self.parts: dict[int, Part] = {}
-        self.passes: dict[int, EnginePass] = {}
+    executor: Executor
+    leaves: Sequence[Leaf]  # that gradients may be asked for
+    unused: UnusedGrads
+    group: Sequence[ReplicaSlot] | None  # the chunks' slots, if layers exchange tensors
+    parts: dict[int, Part]  # its chunks that have a graph, by number
+    parents: Sequence[CallNode] = ()  # that it is derived from
+    token: Tensor | None = None  # the output of its Fork
+    shared: bool = False  # it shares nodes with another call
+    # What each running pass of torch's engine brought, by its number.
+    passes: dict[int, EnginePass] = field(default_factory=dict)
 
     @property
     def now(self) -> EnginePass:
@@ -305,8 +278,12 @@ class Backward:
             for grads in stash.values():
                 for i in call.parts:
                     grads.setdefault(i, {})
-        self._chunks = sorted(set[int]().union(*stash.values()))
-        self._kept: Set[int] = set()  # the leaves whose gradients stay in the replicas
+        # For each chunk its graphs that have gradients, with these by the number of their output.
+        self._given: dict[int, list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]] = {}
+        for i in sorted(set[int]().union(*stash.values())):
+            calls = [(one, grads[i]) for one, grads in stash.items() if i in grads]
+            self._given[i] = [(one.parts[i].graph, sorted(grads.items())) for one, grads in calls]
+        self._kept = set[int]()  # the leaves whose gradients stay in the replicas
         self._graphs: dict[int, RemoteGraph] = {}  # that are made under create_graph, by chunk
         keep = torch.is_grad_enabled()
         keep = keep or torch._C._autograd._get_current_graph_task_keep_graph()
@@ -324,12 +301,12 @@ class Backward:
             resident: Any = masters.pop().resident if len(masters) == 1 else None
             if resident is not None and not captured:
                 resident.begin()
-                asked = [at for at in self._needed if call.leaves[at].kind == "parameter"]
-                self._kept = {
-                    at for at in asked if resident.gradients.keeps(call.leaves[at].tensor)
-                }
-            others = parts.keys() - self._chunks
-            chunks = [parts[i] for i in (*self._chunks, *others)]
+                for at in self._needed:
+                    leaf, kind = call.leaves[at]
+                    if kind == "parameter" and resident.gradients.keeps(leaf):
+                        self._kept.add(at)
+            others = parts.keys() - self._given.keys()
+            chunks = [parts[i] for i in (*self._given, *others)]
             adding = Sums(call.leaves, [(part.leaves, part.inputs) for part in chunks])
             self._run(adding)
             sums = adding.finish(dense=call.unused != "none")
@@ -349,24 +326,20 @@ class Backward:
             pinned: Handles of the graphs that it is derived from.
         """
         call = self._call
-        for one in self._stash:
+        leaves: list[Leaf] = []
+        derived = CallNode(call.executor, leaves, call.unused, call.group, {}, [*self._stash])
+        for one in (*self._stash, derived):
             one.shared = True
-        incoming = {
-            i: [g for _, found in _given(self._stash, i) for _, g in found] for i in self._chunks
-        }
-        leaves = [Leaf(grad, "input") for grads in incoming.values() for grad in grads]
-        derived = CallNode(call.executor, leaves, call.unused, [*self._stash], call.group)
-        self._graphs = {i: RemoteGraph(next(call.executor.keys)) for i in incoming}
+        self._graphs = {i: RemoteGraph(next(call.executor.keys)) for i in self._given}
         handle = GraphHandle([*self._graphs.values()], pinned)
         rows: dict[int, list[Tensor]] = {}
         places: list[tuple[int, int, int]] = []
-        at = 0
         with call.executor.trip():
-            for i, answer in zip(self._chunks, self._run(), strict=True):
-                part, row = call.parts[i], rows.setdefault(i, [])
-                own = range(at, at + len(incoming[i]))
-                at = own.stop
-                derived.parts[i] = part._replace(graph=self._graphs[i], leaves=[], inputs=own)
+            for (i, given), answer in zip(self._given.items(), self._run(), strict=True):
+                part, row, begin = call.parts[i], rows.setdefault(i, []), len(leaves)
+                leaves += [Leaf(grad, "input") for _, found in given for _, grad in found]
+                inputs = range(begin, len(leaves))
+                derived.parts[i] = part._replace(graph=self._graphs[i], leaves=[], inputs=inputs)
                 found = [grad for grads in answer.value for grad in grads]
                 for leaf, grad in zip(part.all, found, strict=True):
                     if grad is not None:
@@ -383,40 +356,11 @@ class Backward:
 
     def _run(self, sums: Sums | None = None) -> list[Answer]:
         """Make one trip; what adds gradients takes them as they come."""
-        call, executor, chunks = self._call, self._call.executor, self._chunks
-        threads = executor.replica_set.threads(len(call.parts))
-        left_out = [leaf for at, (leaf, _) in enumerate(call.leaves) if at not in self._needed]
-        partial = any([leaf.requires_grad for leaf in left_out])
-        settings = _Settings(executor, ambient.capture(), threads, partial, self._keep)
+        call, executor = self._call, self._call.executor
         layers = [] if call.group is None else groups.of_layers(executor, call.group)
         summing = [] if self._kept or self._graphs else self._summing()
-        seats = layers or summing
-        # The chunks of a model mostly have the same mark.
-        marks = {part.chunk.master: part.mark for part in call.parts.values()}
-        moved = {master: master.moved_since(mark) for master, mark in marks.items()}
-        fates: dict[int | None, int] = {None: LEFT_OUT}
-        for at, (_, kind) in enumerate(call.leaves):
-            fate = SUMMED if summing and kind == "parameter" else SENT
-            fates[at] = fate if at in self._needed else LEFT_OUT
-        trips = []
-        for i in chunks:
-            part, makes = call.parts[i], self._graphs.get(i)
-            for at in self._kept:
-                has = i in part.chunk.master.resident.gradients.having(call.leaves[at].tensor)
-                fates[at] = ADDED if has else KEPT
-            trip = _Trip(
-                settings,
-                part,
-                _given(self._stash, i),
-                bytes([fates[at] for at in part.all]),
-                moved[part.chunk.master],
-                makes,
-                seats[i] if seats else None,
-            )
-            if makes is not None and call.group is None:
-                makes.recipe = [trip]
-            trips.append(trip)
-        flight = Flight(trips, bool(seats), bool(layers), None if summing else sums)
+        trips = self._trips(layers or summing, SUMMED if summing else SENT)
+        flight = Flight(trips, bool(layers or summing), bool(layers), None if summing else sums)
         answers = executor.dispatcher.finish(executor.dispatcher.start(flight))  # [11] one trip
         if summing:
             answers = self._only_sums(trips, answers, summing[0].root)
@@ -429,16 +373,68 @@ class Backward:
             if chunk.first and answer.writes.slots:
                 chunk.master.write_back(answer.writes, keep=False)
         executor.dispatcher.effects(flight, answers)
-        for trip, answer in zip(trips, answers, strict=True):
-            if trip.recipes:
-                trip.note(call.leaves, answer.reached)
+        for trip, answer in zip(trips, answers, strict=True) if self._kept else ():
+            stays = [at for at, there in zip(trip.part.all, answer.reached, strict=True) if there]
+            tensors = [call.leaves[at].tensor for at in stays if at is not None]
+            chunk = trip.part.chunk
+            chunk.master.resident.gradients.note(chunk.number, tensors, trip)
         return answers
+
+    def _trips(self, seats: Sequence[ExchangeRequest], plain: int) -> list[_Trip]:
+        """Make the chunks' calls.
+
+        Args:
+            seats: Their places in a group of replicas, if they have one.
+            plain: The fate of parameters' gradients that are not kept.
+        """
+        call, context = self._call, ambient.capture()
+        threads = call.executor.replica_set.threads(len(call.parts))
+        left_out = [leaf for at, (leaf, _) in enumerate(call.leaves) if at not in self._needed]
+        partial = any([leaf.requires_grad for leaf in left_out])
+        fates: dict[int | None, int] = {None: LEFT_OUT}
+        for at, (_, kind) in enumerate(call.leaves):
+            fate = plain if kind == "parameter" else SENT
+            fates[at] = fate if at in self._needed else LEFT_OUT
+        # The chunks of a model have the same mark.
+        marks = {part.chunk.master: part.mark for part in call.parts.values()}
+        moved = {master: master.moved_since(mark) for master, mark in marks.items()}
+        trips = []
+        for i, given in self._given.items():
+            part, chunk, makes = call.parts[i], call.parts[i].chunk, self._graphs.get(i)
+            for at in self._kept:
+                has = i in chunk.master.resident.gradients.having(call.leaves[at].tensor)
+                fates[at] = ADDED if has else KEPT
+            try:
+                # One object may stand here twice: both summands of ``a + b`` get the same gradient.
+                grads = [grad.detach() for _, found in given for _, grad in found]
+            except RuntimeError as error:
+                ambient.refuse_batches(error)
+                raise
+            seat = seats[i] if seats else None
+            outputs = [(graph.key, tuple([k for k, _ in found])) for graph, found in given]
+            request = BackwardRequest(
+                Terms(i, context, threads, chunk.where, chunk.first, seat),
+                graph=part.graph.key,
+                outputs=tuple(outputs),
+                grads=grads,
+                needed=bytes([fates[at] for at in part.all]),
+                partial=partial,
+                keep=self._keep,
+                derived=None if makes is None else makes.key,
+                moved=moved[chunk.master],
+                forget=(),
+            )
+            trip = _Trip(part, [graph for graph, _ in given], request, makes)
+            if makes is not None and call.group is None:
+                makes.recipe = [trip]
+            trips.append(trip)
+        return trips
 
     def _summing(self) -> list[ExchangeRequest]:
         """Return the seats by which replicas sum gradients of parameters, if all of them do."""
         call, parts = self._call, [*self._call.parts.values()]
         master = parts[0].chunk.master
-        if not 1 < len(parts) == len(self._chunks) or not master.alike:
+        if not 1 < len(parts) == len(self._given) or not master.alike:
             return []
         if not all(p.graph.on(p.chunk.slot) and p.chunk.master is master for p in parts):
             return []
@@ -478,102 +474,43 @@ class Backward:
         return answers
 
 
-Given = list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]
-
-
-def _given(stash: Stash, chunk: int) -> Given:
-    """Collect the graphs of a chunk that have gradients, with the numbers of their outputs."""
-    found: Given = []
-    for call, grads in stash.items():
-        if chunk in grads:
-            found.append((call.parts[chunk].graph, sorted(grads[chunk].items())))
-    return found
-
-
-class _Settings(NamedTuple):
-    """Settings of all trips of a backward."""
-
-    executor: Executor
-    context: ambient.CallContext
-    threads: int | None
-    partial: bool
-    keep: bool
-
-
 class _Trip(Call):
     """One chunk's backward.
 
     Args:
-        settings: Those of all chunks.
         part: The chunk.
-        given: The graphs that have gradients.
-        needed: The fate of the leaves' gradients, as in the request.
-        moved: By how much versions moved, as in the request.
+        graphs: The graphs that have gradients.
+        request: The request.
         makes: The graph that it makes.
-        seat: Its place in a group of replicas.
     """
 
     def __init__(
         self,
-        settings: _Settings,
         part: Part,
-        given: Given,
-        needed: bytes,
-        moved: dict[int, int],
+        graphs: Sequence[RemoteGraph],
+        request: BackwardRequest,
         makes: RemoteGraph | None,
-        seat: ExchangeRequest | None,
     ) -> None:
         master = part.chunk.master
         super().__init__(part.chunk.slot, "backward", master.number, master.home)
-        self.needs = [part.graph, *(graph for graph, _ in given if graph is not part.graph)]
-        if max(needed, default=SENT) >= KEPT:
+        self.needs = [part.graph, *[graph for graph in graphs if graph is not part.graph]]
+        if max(request.needed, default=SENT) >= KEPT:
             self.recipes = {graph: graph.recipe for graph in self.needs}
             self.needs.insert(0, master.resident.gradients.of(part.chunk.number))
-        self.makes = makes
-        self.part = part
-        self._settings, self._given, self._needed = settings, given, needed
-        self._moved, self._seat = moved, seat
-        self._versions = versions_of(self._grads())
-
-    def _grads(self) -> list[Tensor]:
-        return [grad for _, found in self._given for _, grad in found]
+        self.part, self.makes, self._request = part, makes, request
+        self._versions = versions_of(request.grads)
 
     def request(self, slot: ReplicaSlot, attempt: int) -> BackwardRequest:
-        """Make the request."""
-        needed, seat = self._needed, self._seat
-        if attempt and SUMMED in needed:  # now the driver sums
-            needed = needed.replace(bytes([SUMMED]), bytes([SENT]))
-            seat = seat if seat is not None and seat.layers else None
-        try:
-            # One object may stand here twice: both summands of ``a + b`` get the same gradient.
-            grads = [grad.detach() for grad in self._grads()]
-        except RuntimeError as error:
-            ambient.refuse_batches(error)
-            raise
-        chunk, settings = self.part.chunk, self._settings
-        return BackwardRequest(
-            Terms(chunk.number, settings.context, settings.threads, chunk.where, chunk.first, seat),
-            graph=self.part.graph.key,
-            outputs=tuple((graph.key, tuple(k for k, _ in found)) for graph, found in self._given),
-            grads=grads,
-            needed=needed,
-            partial=settings.partial,
-            keep=settings.keep,
-            derived=None if self.makes is None else self.makes.key,
-            moved=self._moved,
-            forget=(),
-        )
+        """Return the request; after the first attempt the driver sums."""
+        request = self._request
+        if attempt and SUMMED in request.needed:
+            terms, needed = request.terms, request.needed.replace(bytes([SUMMED]), bytes([SENT]))
+            if terms.group is not None and not terms.group.layers:
+                terms = terms._replace(group=None)
+            request = request._replace(terms=terms, needed=needed)
+        return request
 
     def changed(self) -> str | None:
         """Refuse to run again with other gradients."""
-        same = versions_of(self._grads()) == self._versions
+        same = versions_of(self._request.grads) == self._versions
         return None if same else "a gradient that it was given was changed"
-
-    def note(self, leaves: Sequence[Leaf], stays: Sequence[bool]) -> None:
-        """Note which gradients were kept."""
-        kept = []
-        for at, there in zip(self.part.all, stays, strict=True):
-            if at is not None and there:
-                kept.append(leaves[at].tensor)
-        chunk = self.part.chunk
-        chunk.master.resident.gradients.note(chunk.number, kept, self)

@@ -20,12 +20,11 @@ from raydp_parallel.driver import groups
 from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach
 from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
-from raydp_parallel.driver.gradients import Leaf
 from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.mirror import Mark, Master
+from raydp_parallel.state.mirror import Leaf, Mark, Master
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Parcel, parcel
@@ -391,20 +390,20 @@ class Forward:
             reached = iter(answer.reached)
             master, detach = call.chunk.master, call.given.detach
             own, told = alike.get((call.model, detach)), False
-            found: list[tuple[Tensor, str, bool]] = []
-            for t, kind in master.leaves() if own is None else ():
-                asks = optional or kind == "attribute"
+            found: list[tuple[Leaf, bool]] = []
+            for leaf in master.leaves() if own is None else ():
+                asks = optional or leaf.kind == "attribute"
                 told = told or asks
                 there = next(reached) if asks else True
-                found.append((t, kind, there and not detach))
+                found.append((leaf, there and not detach))
             count = len(found)
-            found += [(t, "input", next(reached)) for t in call.inputs]
+            found += [(Leaf(t, "input"), next(reached)) for t in call.inputs]
             numbers: list[int | None] = []
-            for t, kind, there in found:
-                if there and id(t) not in known:
-                    known[id(t)] = len(leaves)
-                    leaves.append(Leaf(t, kind))
-                numbers.append(known[id(t)] if there else None)
+            for leaf, there in found:
+                number = known.setdefault(id(leaf.tensor), len(leaves)) if there else None
+                if number == len(leaves):
+                    leaves.append(leaf)
+                numbers.append(number)
             inputs = numbers[count:]
             if own is None:
                 own = numbers[:count]
@@ -420,8 +419,7 @@ class Forward:
         for call in self.calls:
             call.keep()
         settings = self.settings
-        node = CallNode(settings.executor, leaves, settings.unused, group=self.together)
-        node.parts = parts
+        node = CallNode(settings.executor, leaves, settings.unused, self.together, parts)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach
 
 

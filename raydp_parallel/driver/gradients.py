@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from raydp_parallel.devices.memory import is_used
+from raydp_parallel.state.mirror import Leaf
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import Answer
 
@@ -24,13 +24,6 @@ _SLACK = 8
 
 Numbers = Sequence[int | None]
 """For each of a chunk's leaves, which of the call's leaves it is; None if it was not reached."""
-
-
-class Leaf(NamedTuple):
-    """A tensor that gradients may be asked for."""
-
-    tensor: Tensor
-    kind: str  # "parameter", "buffer", "attribute" or "input"
 
 
 _runs: list[Tensor] = []

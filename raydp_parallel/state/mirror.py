@@ -49,6 +49,13 @@ _slots = itertools.count(1)
 """Numbers of tensors in the replicas."""
 
 
+class Leaf(NamedTuple):
+    """A tensor that gradients may be asked for."""
+
+    tensor: Tensor
+    kind: str  # "parameter", "buffer", "attribute" or "input"
+
+
 class Mark(NamedTuple):
     """The tensors of a module at one moment, and how often they had been written to.
 
@@ -92,7 +99,7 @@ class Master:
         self.edited = False
         self.alike = True
         self._looked = 0  # the revision before the last look
-        self._leaves: list[tuple[Tensor, str]] | None = None  # None if they are to be found
+        self._leaves: list[Leaf] | None = None  # None if they are to be found
         self._runs: dict[bool, StateRun] = {}  # by whether replicas map the large tensors
         self._laid_at = 0  # since when a run may have to hold other tensors
         self._updates: dict[tuple[int, bool, bool], StateUpdate] = {}  # to the state of now
@@ -120,12 +127,12 @@ class Master:
         found = self.records.get(id(tensor))
         return None if found is None else found.slot
 
-    def leaves(self) -> list[tuple[Tensor, str]]:
-        """List the tensors that require a gradient, by slot, with their kinds."""
+    def leaves(self) -> list[Leaf]:
+        """List the tensors that require a gradient, by slot."""
         if self._leaves is None:
             found = [one for one in self.records.values() if one.tensor.requires_grad]
             found.sort(key=lambda one: one.slot)
-            self._leaves = [(one.tensor, one.kind) for one in found]
+            self._leaves = [Leaf(one.tensor, one.kind) for one in found]
         return self._leaves
 
     # Look.
