@@ -135,9 +135,8 @@ class InReplicas(torch.optim.Optimizer):
     def described(self, slot: SlotOf) -> States:
         """Return its groups and its state, with slots in the place of parameters."""
         groups = []
-        for group in self.param_groups:
-            slots = [slot(p) for p in group["params"]]
-            groups.append({**group, "params": [n for n in slots if n is not None]})
+        for group, row in zip(self.param_groups, self.rows(slot), strict=True):
+            groups.append({**group, "params": [n for n in row.values() if n is not None]})
         state = {slot(p): dict(values) for p, values in self.__dict__["state"].items()}
         return groups, {n: values for n, values in state.items() if n is not None}
 

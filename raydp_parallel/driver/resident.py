@@ -134,7 +134,6 @@ class Weights:
             if answer is not None and answer.lacking:
                 slot.revisions.pop(model, None)
             elif answer is not None:
-                slot.revisions[model] = self._master.revision
                 self._held[slot] = now
                 self.given.add(slot)
 
@@ -350,7 +349,6 @@ class Resident:
     def _planned(self, optimizer: InReplicas, norm: float | None) -> _Plan:
         """Note where gradients are."""
         sums: list[Sum] = []
-        zeros: list[Sum] = []
         given: dict[int, Tensor | None] = {}
         for p in optimizer.parameters():
             slot, grad, one = self._master.slot(p), p.grad, self.gradients.sums.get(p)
@@ -359,12 +357,11 @@ class Resident:
             stand = None if one is None else one.stand()
             if one is None or stand is None or stand is not grad or stand.touched:
                 given[slot] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
-            elif stand.zeroed or not one.chunks:
+            elif stand.zeroed or not (one.chunks or one.missed):
                 given[slot] = None
-                zeros.append(one)
             else:
                 sums.append(one)
-        self.gradients.refuse_missed([*sums, *zeros])
+        self.gradients.refuse_missed(sums)
         if len({id(one.scale) for one in sums}) > 1:  # some were clipped, and others were not
             given.update(self.gradients.total(sums))
             sums = []
@@ -372,8 +369,6 @@ class Resident:
             model=self._master.number,
             optimizer=optimizer.number,
             values=optimizer.changed() if norm is None else [{} for _ in optimizer.param_groups],
-            summed=(),
-            scale=None,
             given=given,
             norm=norm,
         )

@@ -177,10 +177,10 @@ class StepRequest(NamedTuple):
     model: int
     optimizer: int  # its number
     values: list[dict[str, object]]  # changes of each of its groups since the last step
-    summed: tuple[int, ...]  # the slots of gradients that are summed over chunks
-    scale: Tensor | None  # the factor of these sums, after a clipping
     given: dict[int, Tensor | None]  # gradients that come from the driver, by slot; None for zeros
     norm: float | None  # which norm is asked for; None makes the step
+    summed: tuple[int, ...] = ()  # the slots of gradients that are summed over chunks
+    scale: Tensor | None = None  # the factor of these sums, after a clipping
     chunks: tuple[int, ...] = ()  # that have kept the gradients, in the order of the sum
     again: bool = False  # these are the sums of the last request, which was for their norm
     exchange: ExchangeRequest | None = None  # the group that sums; None if all chunks are here
