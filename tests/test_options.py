@@ -89,8 +89,14 @@ import torch
 torch.compiler.disable = lambda function: function
 for owner, name in (
     (torch._C, "_get_fp32_precision_getter"),
+    (torch._C, "_set_fp32_precision_setter"),
+    (torch._C, "_storage_Use_Count"),
     (torch._C._functorch, "peek_interpreter_stack"),
     (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    (torch._C._dynamo.eval_frame, "_FrameAction"),
+    (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    (torch.cuda.memory, "_set_allocator_settings"),
+    (torch.distributed.ProcessGroupGloo, "_Options"),
     (torch.autograd.graph, "_engine_run_backward"),
     (torch.backends.cuda, "cudnn_sdp_enabled"),
 ):

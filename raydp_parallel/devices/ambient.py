@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -26,14 +27,14 @@ class CallContext(NamedTuple):
     autocast: tuple[tuple[bool, str], ...]  # for each device type: enabled, dtype's name
     autocast_cache: bool
     anomaly: tuple[bool, bool]  # on, checks for NaN
-    flags: tuple[Any, ...]  # process-wide settings, see _FLAGS
+    flags: tuple[object, ...]  # process-wide settings, see _FLAGS
 
 
 class _Flag(NamedTuple):
     """One process-wide setting: how to read it, and how to set it."""
 
-    read: Any
-    write: Any
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
 
 
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
@@ -61,10 +62,6 @@ def environment() -> dict[str, str]:
     return {name: one for name, one in chosen if name in VARIABLES or name.startswith("NCCL_")}
 
 
-_LACKING = _Flag(lambda: None, lambda value: None)
-"""Stands for a setting that this torch does not have."""
-
-
 def _deterministic() -> tuple[bool, bool, str]:
     on = torch.are_deterministic_algorithms_enabled()
     return (
@@ -80,12 +77,12 @@ def _set_deterministic(value: tuple[bool, bool, str]) -> None:
         os.environ[_WORKSPACES] = value[2]
 
 
-def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
+def _older(read: Callable[[], object], write: Callable[[Any], object]) -> _Flag:
     """A precision setting of torch's older interface, which raises when it is read after the newer
     interface was used.
     """
 
-    def read_if_told() -> Any:
+    def read_if_told() -> object:
         try:
             return read()
         except RuntimeError:
@@ -94,45 +91,41 @@ def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
     return _Flag(read_if_told, write)
 
 
-def _functions(read: str, write: str) -> _Flag:
+def _attribute(path: str) -> _Flag:
+    """A setting of `torch.backends`, which reads as None if this torch does not have it."""
+    *parents, name = path.split(".")
+    owner: Any = torch.backends
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    partial = functools.partial
+    return _Flag(partial(getattr, owner, name, None), partial(setattr, owner, name))
+
+
+def _attention(kind: str) -> _Flag:
     """A setting of `torch.backends.cuda` by two functions."""
     cuda = torch.backends.cuda
-    return _Flag(getattr(cuda, read), getattr(cuda, write)) if hasattr(cuda, read) else _LACKING
-
-
-def _property(owner: Any, name: str) -> _Flag:
-    """A setting that is an attribute."""
-    if not hasattr(owner, name):
-        return _LACKING
-    return _Flag(functools.partial(getattr, owner, name), functools.partial(setattr, owner, name))
+    read = getattr(cuda, f"{kind}_sdp_enabled", lambda: None)
+    return _Flag(read, getattr(cuda, f"enable_{kind}_sdp", lambda value: None))
 
 
 def _reduction(name: str) -> _Flag:
     """A setting of `torch.backends.cuda.matmul`, which newer versions of torch split in two."""
     matmul, second = torch.backends.cuda.matmul, f"{name}_split_k"
     if not hasattr(matmul, second):
-        return _property(matmul, name)
-    return _Flag(
-        lambda: (getattr(matmul, name), getattr(matmul, second)),
-        functools.partial(setattr, matmul, name),
-    )
+        return _attribute(f"cuda.matmul.{name}")
+    both = operator.attrgetter(name, second)
+    return _Flag(functools.partial(both, matmul), functools.partial(setattr, matmul, name))
 
 
-def _precisions() -> list[_Flag]:
-    """The precision of float32 products in torch's newer interface, which the older interface does
-    not report.
-    """
-    read: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if read is None:
-        return []
-    write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
-    # The general setting comes first: an operation without a setting of its own follows it.
-    settings = [("generic", "all")]
-    for backend in ("cuda", "mkldnn"):
-        settings += [(backend, op) for op in ("all", "matmul", "conv", "rnn")]
-    partial = functools.partial
-    return [_Flag(partial(read, *which), partial(write, *which)) for which in settings]
-
+_PRECISIONS = (
+    *("fp32_precision", "cudnn.fp32_precision"),
+    *("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
+    *("mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision"),
+)
+"""The precision of float32 products in torch's newer interface, which the older one does not
+report. The general setting comes first: an operation without a setting of its own follows it. That
+of mkldnn as a whole is left out, as torch sets the general one in its place.
+"""
 
 _FLAGS = (
     _Flag(
@@ -141,21 +134,13 @@ _FLAGS = (
     ),
     _Flag(_deterministic, _set_deterministic),
     _older(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    _property(torch.backends.cudnn, "enabled"),
-    _property(torch.backends.cudnn, "benchmark"),
-    _property(torch.backends.cudnn, "deterministic"),
-    _older(
-        lambda: torch.backends.cudnn.allow_tf32,
-        functools.partial(setattr, torch.backends.cudnn, "allow_tf32"),
-    ),
-    _functions("flash_sdp_enabled", "enable_flash_sdp"),
-    _functions("mem_efficient_sdp_enabled", "enable_mem_efficient_sdp"),
-    _functions("math_sdp_enabled", "enable_math_sdp"),
-    _functions("cudnn_sdp_enabled", "enable_cudnn_sdp"),
+    *map(_attribute, ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")),
+    _older(*_attribute("cudnn.allow_tf32")),
+    *map(_attention, ("flash", "mem_efficient", "math", "cudnn")),
     _reduction("allow_fp16_reduced_precision_reduction"),
     _reduction("allow_bf16_reduced_precision_reduction"),
-    _property(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
-    *_precisions(),  # last, because the older settings change these as well
+    _attribute("cuda.matmul.allow_fp16_accumulation"),
+    *map(_attribute, _PRECISIONS),  # last, because the older settings change these as well
 )
 
 _READS = [flag.read for flag in _FLAGS]
@@ -177,7 +162,7 @@ def capture() -> CallContext:
     )
 
 
-def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
+def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
     """Run a block under the caller's state. Process-wide settings stay set, because the next call
     most often has the same.
     """
@@ -202,7 +187,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
         return stack.pop_all()
 
 
-def _flags() -> tuple[Any, ...]:
+def _flags() -> tuple[object, ...]:
     return tuple([read() for read in _READS])
 
 

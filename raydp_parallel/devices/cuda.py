@@ -34,7 +34,6 @@ class Hello(NamedTuple):
         device: Its device as its process sees it.
         gpu: Name of its GPU, empty on a CPU.
         gpu_uuid: The GPU's uuid, empty on a CPU.
-        gpu_index: The GPU's number on its node, as Ray's own metrics count, empty on a CPU.
         memory: Bytes of the GPU's memory, 0 on a CPU.
         processors: The GPU's multiprocessors, 0 on a CPU.
         cores: Cores that a CPU replica may use, 0 on a GPU.
@@ -46,7 +45,6 @@ class Hello(NamedTuple):
     device: str
     gpu: str = ""
     gpu_uuid: str = ""
-    gpu_index: str = ""
     memory: int = 0
     processors: int = 0
     cores: int = 0
@@ -129,14 +127,8 @@ def _has_gpus() -> bool:
     return torch.version.cuda is not None
 
 
-def describe(device: torch.device, node: str, index: str = "") -> Hello:
-    """Describe this process and its device.
-
-    Args:
-        device: The device.
-        node: Ray's id of this node.
-        index: The GPU's number on this node.
-    """
+def describe(device: torch.device, node: str) -> Hello:
+    """Describe this process and its device, on a node with this id of Ray's."""
     if device.type == "cpu":
         return Hello(os.getpid(), node, str(device), cores=cores())
     found = torch.cuda.get_device_properties(device)
@@ -146,7 +138,6 @@ def describe(device: torch.device, node: str, index: str = "") -> Hello:
         device=str(device),
         gpu=found.name,
         gpu_uuid=str(found.uuid),
-        gpu_index=index,
         memory=found.total_memory,
         processors=found.multi_processor_count,
     )

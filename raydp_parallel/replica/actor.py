@@ -101,7 +101,7 @@ class ReplicaActor:
     @_quiet()  # type: ignore[untyped-decorator]
     def hello(self) -> tuple[Hello, dict[str, str]]:
         """Describe this process."""
-        return describe(self._device, self._node, self._gpu()), versions()
+        return describe(self._device, self._node), versions()
 
     def serve(self, name: str) -> str:
         """Answer the driver on the abstract Unix socket of that name until it hangs up; returns

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import pickle
-import select
 import socket
 import struct
 from typing import Any
@@ -29,6 +28,8 @@ _HEADER = struct.Struct("!QQ")
 _CHUNK = 1 << 20
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _DESCRIPTORS = 64
+_LEAST = 1e-3
+"""Seconds that a frame is waited for at least: none would mean that nothing is."""
 _ALWAYS, _SELDOM = 8, 1000
 """How many frames are summed at first, and which later ones."""
 
@@ -65,10 +66,6 @@ class Channel:
         self._reading: torch.cuda.Stream | None = None  # it may still read the other end's window
         self.sent = self.received = 0
 
-    def fileno(self) -> int:
-        """Return the socket's descriptor, to wait for it."""
-        return self._sock.fileno()
-
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message. Tensors of the last one are overwritten.
 
@@ -87,14 +84,14 @@ class Channel:
             raise
 
     def _send(self, message: Any, timeout: float | None) -> None:
-        packet = codec.encode(message)
-        geometry = packet.specs, packet.cuts
+        packet = codec.Packet(message)
+        geometry = tuple(packet.specs), tuple(packet.cuts)
         known = self._known.get(geometry)
         new = None if known else geometry
         if known is None:
             if len(self._known) == Run.MOST:
                 self._known.clear()
-            known = self._known[geometry] = len(self._known), Layout(packet.specs, cuts=packet.cuts)
+            known = self._known[geometry] = len(self._known), Layout(geometry[0], cuts=geometry[1])
         number, layout = known
         near = self.ipc is not None and memory.gpu_of(packet.tensors) == self.ipc
         size, export, fds = 0, None, [window.fd for window in packet.windows]
@@ -132,12 +129,6 @@ class Channel:
             begun += self._sock.send(memoryview(data)[begun:])
         self.sent += layout.size
 
-    def ready(self, timeout: float | None) -> bool:
-        """Wait until a frame, or the end of the other process, is there."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
-
     def receive(self, timeout: float | None = None, device: torch.device | None = None) -> Any:
         """Receive a message; its tensors are valid until the other end's next one, unless they were
         brought to a GPU.
@@ -152,9 +143,7 @@ class Channel:
                 any more.
             TransferError: Other bytes came than were sent.
         """
-        if not self.ready(timeout):
-            raise TimeoutError("no answer in time")
-        self._sock.settimeout(timeout)
+        self._sock.settimeout(None if timeout is None else max(timeout, _LEAST))
         header, fds, flags, _ = socket.recv_fds(self._sock, _HEADER.size, _DESCRIPTORS)
         if flags & socket.MSG_CTRUNC:  # memory did not arrive that the other end believes to share
             self.close()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.devices.layout import Cuts, Layout, Spec, is_dense
+from raydp_parallel.devices.layout import Layout, Spec, is_dense
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.windows import Window
 
@@ -124,23 +124,18 @@ def parcel(value: Any, name: str) -> Parcel:
     return Parcel(file.getvalue(), pickler.tensors)
 
 
-class Packet(NamedTuple):
+class Packet(pickle.Pickler):
     """A message: its pickle, and what stands beside it."""
 
-    body: bytes
-    specs: tuple[Spec, ...]  # the geometry of its tensors
-    tensors: list[Tensor]  # without gaps; some may be part of a graph
-    windows: list[Window]  # memory that it shares, of which descriptors travel
-    cuts: Cuts  # which of its tensors are rows
-
-
-class _MessagePickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, message: object) -> None:
+        file = io.BytesIO()
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.specs: list[Spec] = []
-        self.tensors: list[Tensor] = []
-        self.windows: list[Window] = []
-        self.cuts: list[tuple[int, int]] = []
+        self.specs: list[Spec] = []  # the geometry of its tensors
+        self.tensors: list[Tensor] = []  # without gaps; some may be part of a graph
+        self.windows: list[Window] = []  # memory that it shares, of which descriptors travel
+        self.cuts: list[tuple[int, int]] = []  # which of its tensors are rows
+        self.dump(message)
+        self.body = file.getvalue()
 
     def reducer_override(self, value: object) -> pickling.Reduced:
         if type(value) is Row:
@@ -184,15 +179,6 @@ class _MessagePickler(pickle.Pickler):
         if len(tensors) < len(row):
             present = bytes([t is not None for t in row])
         return _row, (begin, len(self.cuts) - 1, present)
-
-
-def encode(message: object) -> Packet:
-    """Pickle a message; its tensors stand beside it."""
-    file = io.BytesIO()
-    pickler = _MessagePickler(file)
-    pickler.dump(message)
-    cuts = tuple(pickler.cuts)
-    return Packet(file.getvalue(), tuple(pickler.specs), pickler.tensors, pickler.windows, cuts)
 
 
 def _reduce_composed(value: Tensor) -> pickling.Reduced:

@@ -12,19 +12,19 @@ from raydp_parallel.devices import memory
 from raydp_parallel.devices.layout import Layout, Run
 from raydp_parallel.wire import codec
 
-Flat = tuple[bytes, bytes, Any]
+Flat = tuple[bytes, bytes, "np.ndarray[Any, Any]"]
 """A message: its pickle, the pickled specs of its tensors, and their bytes as an array."""
 
 
-def flat(message: Any) -> Flat:
+def flat(message: object) -> Flat:
     """Take a message apart."""
-    packet = codec.encode(message)
-    layout = Layout(packet.specs, cuts=packet.cuts)
+    packet = codec.Packet(message)
+    layout = Layout(packet.specs, cuts=tuple(packet.cuts))
     run = Run(layout.size)
     run.memory = torch.empty(layout.size, dtype=torch.uint8, device="cpu")
     if packet.tensors:
         memory.download(packet.tensors, layout, run)
-    return packet.body, pickle.dumps((packet.specs, packet.cuts)), run.memory.numpy()
+    return packet.body, pickle.dumps((layout.specs, packet.cuts)), run.memory.numpy()
 
 
 def unflat(parts: Flat, device: torch.device) -> Any:

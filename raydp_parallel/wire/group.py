@@ -156,7 +156,7 @@ class Exchange:
         self.rank, self.size = request.rank, request.size
         self._device = device if request.nccl else torch.device("cpu")
         self._patience = timedelta(seconds=request.timeout)
-        self._begun: Any = None
+        self._begun: Any = None  # the operation that is on its way
         self._nccl: Any = None
         self.closed = False
         # For one that dies now: less than the driver waits for an answer.
@@ -192,21 +192,19 @@ class Exchange:
     # members, who get `Differing` where marks or sizes are not. Memory is taken before they meet: a
     # member that has none is missed there.
 
-    def swap(self, rows: Tensor, mark: int = 0) -> Tensor:
-        """Give each member one row; returns the rows that they gave to this one, by rank."""
+    def swap(self, rows: Tensor, mark: int = 0, number: int = 0) -> Tensor:
+        """Give each member one row, and all a number; returns the rows that they gave to this one,
+        by rank.
+        """
         own = self._near(rows)
         got = torch.empty_like(own)
-        self.meet(mark, rows[0].nbytes)
+        self.meet(mark, rows[0].nbytes, number)
         self._do("alltoall_base", dist.AllToAllOptions(), got, own, [], [])
         return got.to(rows.device)
 
     def share(self, row: Tensor, mark: int = 0, number: int = 0) -> Tensor:
         """Give all members one row, and a number; returns the rows of all, by rank."""
-        own, options = self._near(row), dist.distributed_c10d.AllgatherOptions()
-        got = own.new_empty(self.size * row.numel())
-        self.meet(mark, row.nbytes, number)
-        self._do("_allgather_base", options, got, own.view(-1))
-        return got.view(self.size, *row.shape).to(row.device)
+        return self.swap(row.expand(self.size, *row.shape), mark, number)
 
     def spread(self, run: Tensor, root: int, mark: int = 0) -> None:
         """Copy a run of one member's to those of all."""
@@ -232,17 +230,18 @@ class Exchange:
             own = self._near(piece)
             rows, part = got[: own.numel()], own.numel() // self.size
             self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
-            total = rows.view(self.size, part)[order[0]]
+            parts = rows.view(self.size, part)
+            total = parts[order[0]]
             for member in order[1:]:
-                total.add_(rows.view(self.size, part)[member])
+                total.add_(parts[member])
             if root is None:
                 options = dist.distributed_c10d.AllgatherOptions()
                 self._do("_allgather_base", options, own, total)
             else:
                 sent = [part if rank == root else 0 for rank in range(self.size)]
                 taken = [part if self.rank == root else 0] * self.size
-                into = own[: sum(taken)]
-                self._do("alltoall_base", dist.AllToAllOptions(), into, total, taken, sent)
+                options = dist.AllToAllOptions()
+                self._do("alltoall_base", options, own[: sum(taken)], total, taken, sent)
             if own.device != run.device:
                 piece.copy_(own)
 
@@ -272,13 +271,13 @@ class Exchange:
         own = torch.tensor([mark, size, number], device="cpu").expand(self.size, -1).contiguous()
         rows = torch.empty_like(own)
         self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [], marks=True)
-        seen = [(int(mark), int(size)) for mark, size, _ in rows.tolist()]
-        self.numbers = [int(number) for _, _, number in rows.tolist()]
-        if len({*seen}) == 1:
+        marks, sizes, numbers = rows.T.tolist()
+        self.numbers: list[int] = numbers
+        if len({*zip(marks, sizes, strict=True)}) == 1:
             return
-        ended = [rank for rank, (mark, _) in enumerate(seen) if mark == END]
-        others = [rank for rank in range(self.size) if rank not in ended]
-        places = ", ".join(f"chunk {rank} at number {seen[rank][0]}" for rank in others)
+        ended = [rank for rank in range(self.size) if marks[rank] == END]
+        others = [rank for rank in range(self.size) if marks[rank] != END]
+        places = ", ".join(f"chunk {rank} at number {marks[rank]}" for rank in others)
         text = f"chunks {ended} have ended, while chunks {others} wait" if ended else places
         raise Differing(
             f"the chunks run different layers: {text}. What decides which layers run, and their "
@@ -289,7 +288,7 @@ class Exchange:
         """Bring a tensor to the memory in which the group works."""
         return t.detach().contiguous().to(self._device)
 
-    def _do(self, verb: str, options: Any, *tensors: Any, marks: bool = False) -> None:
+    def _do(self, verb: str, options: Any, *tensors: object, marks: bool = False) -> None:
         """Let all members do one operation, and wait until it is done. Marks go by gloo."""
         group = self._gloo if marks or self._nccl is None else self._nccl
         if group is None:

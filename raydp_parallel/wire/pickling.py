@@ -31,7 +31,7 @@ Reduced = Any
 with which pickle does as it likes.
 """
 
-_NAMES: dict[Any, str] = {"<stdin>": "stdin", "<stdout>": "stdout", "<stderr>": "stderr"}
+_NAMES: dict[object, str] = {"<stdin>": "stdin", "<stdout>": "stdout", "<stderr>": "stderr"}
 _NAMES |= {0: "stdin", 1: "stdout", 2: "stderr"}
 """The names that standard streams have when Python opened them, or when a number did."""
 
@@ -50,7 +50,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: Any) -> Reduced:
         """Reduce a value that pickle cannot handle itself."""
         name = stream_name(value)
         if name is not None:
@@ -77,7 +77,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
-def _reduce_cache(value: Any) -> Any:
+def _reduce_cache(value: Any) -> Reduced:
     """Reduce a cached function to its name, or to an empty cache."""
     if value.__module__ in sys.modules and value.__module__ != "__main__":
         with contextlib.suppress(AttributeError):
@@ -86,22 +86,18 @@ def _reduce_cache(value: Any) -> Any:
     return _new_cache, (value.__wrapped__, value.cache_parameters())
 
 
-def _new_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+def _new_cache(function: Callable[..., object], parameters: dict[str, Any]) -> object:
     return functools.lru_cache(**parameters)(function)
 
 
-def _reduce_cached_property(value: functools.cached_property[Any]) -> Any:
-    """Leave out the lock that it has up to Python 3.11."""
-    return _new_cached_property, (value.func, value.attrname)
+def _reduce_cached_property(value: functools.cached_property[object]) -> Reduced:
+    """Leave out the lock that it has up to Python 3.11, and keep the name, which nothing sets for a
+    class that is made anew.
+    """
+    return functools.cached_property, (value.func,), {"attrname": value.attrname}
 
 
-def _new_cached_property(function: Callable[..., Any], name: str | None) -> Any:
-    made = functools.cached_property(function)
-    made.attrname = name  # of a class that is made anew nothing sets the names
-    return made
-
-
-def _reduce_number_limits(value: Any) -> Any:
+def _reduce_number_limits(value: torch.finfo | torch.iinfo) -> Reduced:
     return type(value), (getattr(torch, value.dtype),)
 
 
@@ -116,7 +112,7 @@ Pickler.dispatch_table = collections.ChainMap(
 )
 
 
-def _reduce_module(value: types.ModuleType) -> Any:
+def _reduce_module(value: types.ModuleType) -> Reduced:
     """Reduce a module of a class of its own, such as `torch.ops`, to its name."""
     name = value.__name__
     if sys.modules.get(name) is value:
@@ -127,17 +123,13 @@ def _reduce_module(value: types.ModuleType) -> Any:
     return NotImplemented
 
 
-def _reduce_script_function(value: Any) -> Any:
+def _reduce_script_function(value: Any) -> Reduced:
     if any(argument.has_default_value() for argument in value.schema.arguments):
         return NotImplemented  # what torch saves of it has no defaults
-    return _load_script_function, (value.save_to_buffer(),)
+    return torch.jit.load, (io.BytesIO(value.save_to_buffer()),)
 
 
-def _load_script_function(saved: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(saved))
-
-
-def stream_name(value: Any) -> str | None:
+def stream_name(value: object) -> str | None:
     """The name of a standard stream, ``"stdout"``, ``"stderr"`` or ``"stdin"``; None for any other
     value.
     """
@@ -152,18 +144,19 @@ def stream_name(value: Any) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _delegates(kind: Any) -> bool:
+def _delegates(kind: type) -> bool:
     """Tell if unpickling would ask an object's own `__getattr__` for `__setstate__`, before the
     object has attributes.
     """
-    if kind.__new__ is not object.__new__ and not hasattr(kind.__new__, "__code__"):
+    make: object = kind.__new__
+    if make is not object.__new__ and not hasattr(make, "__code__"):
         return False  # a list, a dict, or another type that keeps its contents in C
     inherited = object.__dict__
     no_hooks = all(getattr(kind, name, None) in (None, inherited.get(name)) for name in _HOOKS)
     return no_hooks and any("__getattr__" in vars(base) for base in kind.__mro__)
 
 
-def _is_renamed(kind: Any) -> bool:
+def _is_renamed(kind: type) -> bool:
     """Tell if a class is found by ``__name__`` and not, as pickle seeks it, by ``__qualname__``,
     as some that were made in C++, such as torch's ``SDPBackend``.
     """
@@ -172,7 +165,7 @@ def _is_renamed(kind: Any) -> bool:
     return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
-def _state(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _state(value: object) -> tuple[dict[str, object], dict[str, object]]:
     """An object's attributes and the values of its slots, read without its own `__getattr__`."""
     slots = {}
     for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
@@ -184,7 +177,7 @@ def _state(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, slots
 
 
-def _set_state(value: Any, state: Any) -> None:
+def _set_state(value: object, state: Any) -> None:
     """Set an object's attributes without its own `__setattr__`."""
     attributes, slots = state if isinstance(state, tuple) else (state, {})
     if attributes:
@@ -196,14 +189,14 @@ def _set_state(value: Any, state: Any) -> None:
 _ADVICE = "Leave it out, make it where it is used, or give its class a __reduce__"
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     """Pickle a value that may be of a script's classes."""
     file = io.BytesIO()
     Pickler(file).dump(value)
     return file.getvalue()
 
 
-def unsendable(value: Any, path: str, error: Exception) -> TransferError:
+def unsendable(value: object, path: str, error: Exception) -> TransferError:
     """Make the error for a value that cannot be pickled, with the path to the innermost part."""
     path, kind = _innermost(value, path, dumps)
     return TransferError(
@@ -211,7 +204,7 @@ def unsendable(value: Any, path: str, error: Exception) -> TransferError:
     )
 
 
-def refuse_unloadable(value: Any, path: str, cause: Exception, error: str) -> None:
+def refuse_unloadable(value: object, path: str, cause: Exception, error: str) -> None:
     """Raise an error for a value that a replica could not load, if it cannot be loaded here."""
     if _works(_reload, value):
         return
@@ -222,11 +215,11 @@ def refuse_unloadable(value: Any, path: str, cause: Exception, error: str) -> No
     ) from cause
 
 
-def _reload(value: Any) -> Any:
+def _reload(value: object) -> object:
     return pickle.loads(dumps(value))
 
 
-def _works(action: Callable[[Any], Any], value: Any) -> bool:
+def _works(action: Callable[[object], object], value: object) -> bool:
     try:
         action(value)
     except Exception:  # code of the user's classes
@@ -234,7 +227,7 @@ def _works(action: Callable[[Any], Any], value: Any) -> bool:
     return True
 
 
-def _innermost(value: Any, path: str, action: Callable[[Any], Any]) -> tuple[str, str]:
+def _innermost(value: object, path: str, action: Callable[[object], object]) -> tuple[str, str]:
     """Find the innermost part for which an action does not work: its path, and its class."""
     seen: set[int] = set()
     while id(value) not in seen:
@@ -246,13 +239,7 @@ def _innermost(value: Any, path: str, action: Callable[[Any], Any]) -> tuple[str
     return path.lstrip("."), f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, nn.Module):
-        children = {**value._parameters, **value._buffers, **value._modules}
-        attributes = dict(vars(value))
-        for name in ("_parameters", "_buffers", "_modules"):
-            attributes.pop(name, None)
-        return [(f".{name}", part) for name, part in {**children, **attributes}.items()]
+def _parts(value: object) -> list[tuple[str, object]]:
     if isinstance(value, dict):
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -261,4 +248,11 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{i}]", part) for i, part in enumerate(value)]
     if isinstance(value, (Tensor, type)) or not hasattr(value, "__dict__"):
         return []
-    return [(f".{name}", part) for name, part in vars(value).items()]
+    found = dict(vars(value))
+    for name in _CONTENTS if isinstance(value, nn.Module) else ():
+        found |= found.pop(name, {})
+    return [(f".{name}", part) for name, part in found.items()]
+
+
+_CONTENTS = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module whose items are attributes of it, too."""
