@@ -97,7 +97,6 @@ for owner, name in (
     (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
     (torch.cuda.memory, "_set_allocator_settings"),
     (torch.distributed.ProcessGroupGloo, "_Options"),
-    (torch.autograd.graph, "_engine_run_backward"),
     (torch.backends.cuda, "cudnn_sdp_enabled"),
 ):
     delattr(owner, name)

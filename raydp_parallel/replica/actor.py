@@ -1,4 +1,4 @@
-"""The thin Ray actor around a `ReplicaServer`: one for each device."""
+"""The thin Ray actor around a `Replica`: one for each device."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from raydp_parallel.devices import threads
 from raydp_parallel.devices.cuda import Hello, describe, take_given
 from raydp_parallel.errors import ReplicaError, TransferError
 from raydp_parallel.replica import exceptions
-from raydp_parallel.replica.replica import belong_to_replica
-from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.replica.replica import Replica, Request, belong_to_replica
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.flat import Flat, flat, unflat
 from raydp_parallel.wire.messages import Answer
 
 
-def fetched(ref: Any) -> Any:
+def fetched(ref: ray.ObjectRef[object]) -> object:
     """Return an object of Ray's object store, or the exception to raise in its place."""
     try:
         return ray.get(ref)
@@ -88,7 +87,7 @@ class ReplicaActor:
         self._device = take_given(kind, given)
         self._index, self._pid = index, os.getpid()
         self._node = str(ray.get_runtime_context().get_node_id())
-        self._server = ReplicaServer(self._device, index)
+        self._replica = Replica(self._device)
         threads.rest()
 
     def __repr__(self) -> str:
@@ -138,14 +137,14 @@ class ReplicaActor:
                         channel.send(Answer(failure=exceptions.failure(error, None)))
                     del request, answer  # before the next one needs memory
                     threads.rest()  # before the driver's next work wants the cores
-                    self._server.settle()
+                    self._replica.settle()
         return ""
 
     def answer(self, body: bytes, specs: bytes, data: Any) -> Flat:
         """Answer a driver on another machine."""
         self._enter_device()
         found = flat(self._answer(unflat((body, specs, data), self._device)))
-        self._server.settle()
+        self._replica.settle()
         return found
 
     def _enter_device(self) -> None:
@@ -153,9 +152,9 @@ class ReplicaActor:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def _answer(self, request: Any) -> Any:
+    def _answer(self, request: Request) -> Answer:
         try:
-            return self._server.answer(request)
+            return self._replica.answer(request)
         finally:
             if os.getpid() != self._pid:
                 _end_child(sys.exc_info()[1])
@@ -170,6 +169,6 @@ class ReplicaActor:
         """Do nothing: the name of this task shows in the dashboard."""
 
     @_aside(enable_task_events=False)  # type: ignore[untyped-decorator]
-    def deliver(self, number: int, refs: list[Any]) -> None:
+    def deliver(self, number: int, refs: list[ray.ObjectRef[object]]) -> None:
         """Hand an object of Ray's store to the call that waits for it by number."""
-        self._server.deliver(number, fetched(refs[0]))
+        self._replica.deliver(number, fetched(refs[0]))

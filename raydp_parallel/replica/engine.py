@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
-# Another torch may not have it; then the public functions do the work.
-_engine_run_backward: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+from raydp_parallel.devices.memory import gpu_of
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _SEED_BITS = (1 << 63) - 1
 
@@ -26,6 +27,27 @@ def seed(device: torch.device, call_seed: int, chunk: int) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
+
+
+class _Head(Function):
+    """A scalar whose gradients by the outputs are the given ones.
+
+    Without it `torch.autograd` would check their shapes by means of sympy, whose import takes a new
+    replica a second of a core. The engine itself checks them, too.
+    """
+
+    @staticmethod
+    def forward(ctx: _Given, grads: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device=gpu_of([*grads]) or "cpu")
+
+    @staticmethod
+    def backward(ctx: _Given, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.grads
+
+
+class _Given(FunctionCtx):
+    grads: Sequence[Tensor]
 
 
 def differentiate(
@@ -48,55 +70,29 @@ def differentiate(
     wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
     if not wanted:
         return [None] * len(leaves)
-    found: Iterator[Tensor | None]
-    with torch.set_grad_enabled(create):
-        if create or partial:
-            found = iter(_run(outputs, grads, keep, create, wanted))
-        else:
-            # Reentrant checkpoints inside the module refuse autograd.grad().
-            try:
-                _run(outputs, grads, keep, False, ())
-                found = iter([leaf.grad for leaf in wanted])
-            finally:
-                for leaf in leaves:
-                    leaf.grad = None
+    given: Sequence[Tensor | None] = grads
+    if not any([t.is_nested for t in outputs]):  # which no function of Python's takes
+        with torch.enable_grad():
+            outputs, given = [_Head.apply(grads, *outputs)], [None]
+    row: Sequence[Tensor | None]
+    if create:
+        row = torch.autograd.grad(
+            outputs, wanted, given, retain_graph=keep, create_graph=True, allow_unused=True
+        )
+    else:
+        for leaf in wanted:
+            leaf.grad = None  # a pass through a graph that was made of this one may have left some
+        try:
+            # Reentrant checkpoints inside the module refuse to be told what is wanted.
+            torch.autograd.backward(
+                outputs, given, retain_graph=keep, inputs=wanted if partial else None
+            )
+            row = [leaf.grad for leaf in wanted]
+        finally:
+            for leaf in leaves:
+                leaf.grad = None
+    found = iter(row)
     return [next(found) if need else None for need in needed]
-
-
-def _run(
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    keep: bool,
-    create: bool,
-    wanted: Sequence[Tensor],
-) -> Sequence[Tensor | None]:
-    """Run `torch.autograd.grad` for what is wanted, else `torch.autograd.backward`.
-
-    Both check shapes by means of sympy, whose import takes a third of a second in a new replica.
-    Where everything matches there is nothing to check.
-    """
-    if _engine_run_backward is not None and all(map(_matches, outputs, grads)):
-        found: Sequence[Tensor | None] = _engine_run_backward(
-            tuple(outputs),
-            tuple(grads),
-            keep,
-            create,
-            tuple(wanted),
-            allow_unreachable=True,
-            accumulate_grad=not wanted,
-        )
-        return found
-    if wanted:
-        return torch.autograd.grad(
-            outputs, wanted, grads, retain_graph=keep, create_graph=create, allow_unused=True
-        )
-    torch.autograd.backward(outputs, grads, retain_graph=keep)
-    return ()
-
-
-def _matches(output: Tensor, grad: Tensor) -> bool:
-    plain = type(output) is Tensor and type(grad) is Tensor and not output.is_nested
-    return plain and output.shape == grad.shape and output.dtype == grad.dtype
 
 
 def reachable(outputs: Sequence[Tensor]) -> set[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import traceback
+import types
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +25,7 @@ NO_DEBUGGER = (
 
 _PACKAGE = str(Path(__file__).parents[1])
 
-_registry: dict[Any, Any] = {}
+_registry: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 class ReplicaTraceback(Exception):
@@ -57,12 +59,14 @@ def failure(error: BaseException, where: str | None) -> Failure:
     )
 
 
-class ShortTraceback(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]):
+class ShortTraceback(contextlib.ContextDecorator, contextlib.AbstractContextManager[object]):
     """Leaves this package's frames out of tracebacks in which they say nothing: those of the
     module's exceptions, of what this package raises itself, and of Ctrl-C.
     """
 
-    def __exit__(self, _: object, error: BaseException | None, found: Any) -> None:
+    def __exit__(
+        self, _: object, error: BaseException | None, found: types.TracebackType | None
+    ) -> None:
         if error is not None:
             codes = {frame.f_code for frame, _ in traceback.walk_tb(found)}
             last = traceback.extract_tb(found)[-1]
@@ -80,17 +84,14 @@ def reraise(found: Failure, replica: str) -> None:
         raise ReplicaExit(
             f"the module ended with {found.name} in {replica}; its process goes on.\n{found.text}"
         )
-    kind = _loaded(found.kind)
-    error = _loaded(found.exception)
-    if isinstance(error, BaseException):
+    error = _exception(found.exception)
+    if error is not None:
         raise error from ReplicaTraceback(found.text)
+    kind, where = _loaded(found.kind), found.where or f"in {replica}"
     if kind is None:
-        where = found.where or f"in {replica}"
         raise RuntimeError(f"Caught {found.name} {where}.\nOriginal {found.text}")
-    wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
-    wrapper.exc_type = kind
+    wrapper = ExceptionWrapper((kind, None, None), where)
     wrapper.exc_msg = found.text
-    wrapper.where = found.where or f"in {replica}"
     wrapper.reraise()
 
 
@@ -107,13 +108,13 @@ def caught(records: Iterable[warnings.WarningMessage]) -> tuple[CaughtWarning, .
 def warn_again(found: Iterable[CaughtWarning]) -> None:
     """Warn again in the driver, whose filters decide."""
     for warning in found:
-        category = _loaded(warning.category) or UserWarning
+        category: type[Warning] = _loaded(warning.category) or UserWarning
         warnings.warn_explicit(
             warning.text, category, warning.filename, warning.lineno, registry=_registry
         )
 
 
-def _pickled(value: Any) -> bytes | None:
+def _pickled(value: object) -> bytes | None:
     try:
         return cloudpickle.dumps(value)  # type: ignore[no-any-return]
     except Exception:
@@ -121,35 +122,33 @@ def _pickled(value: Any) -> bytes | None:
 
 
 def _pickled_whole(error: BaseException) -> bytes | None:
-    """Pickle the exception in the first way in which it comes out as it went in."""
-    for form in (error, _Bare(error)):
+    """Pickle an exception, in the first of two ways in which it comes out as it went in: as it
+    would itself, and past its constructor, which may want other arguments, without what cannot be
+    pickled.
+    """
+    state = {name: value for name, value in vars(error).items() if _pickled(value) is not None}
+    for form in (error, functools.partial(_bare, type(error), error.args, state)):
         data = _pickled(form)
-        again = _loaded(data)
+        again = _exception(data)
         if type(again) is type(error) and str(again) == str(error):
             return data
     return None
 
 
-class _Bare:
-    """Pickles an exception past its constructor, which may want other arguments, without what
-    cannot be pickled.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __reduce__(self) -> Any:
-        state = {
-            name: value for name, value in vars(self._error).items() if _pickled(value) is not None
-        }
-        return _bare, (type(self._error), self._error.args, state)
-
-
-def _bare(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+def _bare(
+    kind: type[BaseException], args: tuple[object, ...], state: dict[str, object]
+) -> BaseException:
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(state)
     return error
+
+
+def _exception(data: bytes | None) -> BaseException | None:
+    found = _loaded(data)
+    with contextlib.suppress(Exception):  # of the class's own `__new__`
+        found = found() if isinstance(found, functools.partial) else found
+    return found if isinstance(found, BaseException) else None
 
 
 def _loaded(data: bytes | None) -> Any:

@@ -1,4 +1,4 @@
-"""One replica: models by number, graphs by key, and how a chunk runs.
+"""One replica without Ray: requests in, answers out. It keeps models by number and graphs by key.
 
 A module begins each forward as the master is, with the caller's ambient state and random numbers
 that follow from the call's seed and the chunk. So it does not matter which replica runs a chunk.
@@ -10,7 +10,9 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,28 +20,32 @@ from torch import Tensor, nn
 
 from raydp_parallel import batch
 from raydp_parallel.devices import ambient, threads
-from raydp_parallel.replica import engine, exceptions, sync_batch_norm
-from raydp_parallel.replica.module import Built, Found, ReplicaModule
+from raydp_parallel.replica import engine, exceptions
+from raydp_parallel.replica.module import Before, Found, ReplicaModule
 from raydp_parallel.replica.resident import Resident
+from raydp_parallel.state import raw_access
+from raydp_parallel.wire import trial
 from raydp_parallel.wire.codec import Parcel, Row, parcel
-from raydp_parallel.wire.group import Abandoned, Differing, summable
+from raydp_parallel.wire.group import Abandoned, Differing, Exchange, summable
 from raydp_parallel.wire.messages import (
     KEPT,
     SENT,
     SUMMED,
     Answer,
     BackwardRequest,
-    CaughtWarning,
     ExchangeRequest,
-    Failure,
+    Forget,
     ForwardRequest,
     GradientsRequest,
     ResumeRequest,
     SnapshotRequest,
     StateUpdate,
-    Terms,
+    StepRequest,
     Writes,
 )
+
+Trained = ResumeRequest | SnapshotRequest | GradientsRequest | StepRequest
+Request = ForwardRequest | BackwardRequest | Forget | ExchangeRequest | Trained
 
 _own_process = False
 
@@ -56,210 +62,201 @@ def running() -> bool:
 
 
 class Graph(NamedTuple):
-    """A graph that the driver may ask for.
+    """A graph that the driver may ask for."""
 
-    Attributes:
-        outputs: The tensors that may be differentiated.
-        leaves: Those that they are differentiated by: of the module, then inputs.
-        slots: The slots of the former; None for inputs.
-        module: The model.
-        built: The module that ran.
-        found: The tensors that it ran with.
-        derived: True if it was made by a backward: it leads to more leaves than its own.
-    """
-
-    outputs: list[Tensor]
-    leaves: list[Tensor]
-    slots: list[int | None]
-    module: ReplicaModule
-    built: Built
-    found: Found
-    derived: bool = False
-
-
-class _Notes:
-    """Notes about a chunk for its answer."""
-
-    def __init__(self) -> None:
-        self.failure: Failure | None = None
-        self.warnings: tuple[CaughtWarning, ...] = ()
-        self.value: Any = None
-        self.reached: tuple[bool, ...] = ()
-        self.writes = Writes()
+    outputs: list[Tensor]  # the tensors that may be differentiated
+    leaves: list[Tensor]  # those that they are differentiated by: of the module, then inputs
+    slots: list[int | None]  # of the module's; None for inputs
+    module: ReplicaModule  # the model
+    found: Found  # the module that ran, and its tensors
+    derived: bool = False  # a backward made it: it leads to more leaves than its own
 
 
 class Replica:
-    """The work of a replica.
+    """Answers the requests of a driver, one after the other.
 
     Args:
         device: Its device.
-        get: Gives the object that a `ChunkRef` stands for.
-        exchange: Joins a group of replicas.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        get: Callable[[Any], Any],
-        exchange: Callable[[Any], Any],
-    ) -> None:
-        self.device = device
-        self.models: dict[int, ReplicaModule] = {}
-        self.graphs: dict[int, Graph] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._models: dict[int, ReplicaModule] = {}
+        self._graphs: dict[int, Graph] = {}
         self._residents: dict[ReplicaModule, Resident] = {}
-        self._get = get
-        self._exchange = exchange
-        self._last: ReplicaModule | None = None
-        self._awaits_backward = False
+        self._groups: dict[str, Exchange] = {}
+        self._delivered: dict[int, Future[object]] = {}
+        self._ran: ReplicaModule | None = None  # what `settle` puts back
 
-    def forget(self, keys: Sequence[int]) -> None:
-        """Drop graphs and models that nobody can ask for any more."""
-        for key in keys:
-            self.graphs.pop(key, None)
-            module = self.models.pop(key, None)
-            if module is not None:
-                self._residents.pop(module, None)
-                if module is self._last:
-                    self._last = None
+    def answer(self, request: Request) -> Answer:
+        """Do what a request asks for, and take down warnings, and the exception that ends it."""
+        begun = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                if isinstance(request, ForwardRequest):
+                    answer = self._forward(request)
+                elif isinstance(request, BackwardRequest):
+                    answer = self._backward(request)
+                elif isinstance(request, ExchangeRequest):
+                    self._exchange(request)
+                    answer = Answer()
+                elif isinstance(request, Forget):
+                    self._forget(request.forget)
+                    answer = Answer(value=(len(self._models), len(self._graphs)))
+                else:
+                    answer = self._train(request)
+            except BaseException as error:  # also SystemExit and KeyboardInterrupt of the module
+                where = request.terms.where if isinstance(request, BackwardRequest) else None
+                answer = Answer(failure=exceptions.failure(error, where))
+        busy = time.perf_counter() - begun
+        return answer._replace(warnings=exceptions.caught(caught), busy=busy)
 
     def settle(self) -> None:
         """Put the last module back, while the driver is busy with the answer. After a forward with
         a graph it is not busy for long: backward follows.
         """
-        if self._last is not None and not self._awaits_backward:
-            self._last.settle()
-            self._last = None
+        if self._ran is not None:
+            self._ran.settle()
+            self._ran = None
 
-    def resident(self, module: ReplicaModule) -> Resident:
+    def deliver(self, number: int, value: object) -> None:
+        """Take an object of Ray's store that an argument stands for."""
+        self._delivered.setdefault(number, Future()).set_result(value)
+
+    def _get(self, number: int) -> object:
+        found = self._delivered.setdefault(number, Future()).result()
+        del self._delivered[number]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _exchange(self, request: ExchangeRequest) -> Exchange:
+        if request.name not in self._groups:
+            for name, group in [*self._groups.items()]:
+                if not group.exists():
+                    self._groups.pop(name).close()
+            made = self._groups[request.name] = Exchange(request, self._device)
+            if request.nccl:
+                with made.taking_part(layers=False):
+                    trial.try_group(made, self._device)
+        return self._groups[request.name]
+
+    def _taking_part(self, place: ExchangeRequest | None) -> AbstractContextManager[None]:
+        if place is None:
+            return contextlib.nullcontext()
+        return self._exchange(place).taking_part(place.layers)
+
+    def _forget(self, keys: tuple[int, ...]) -> None:
+        """Drop graphs and models that nobody can ask for any more."""
+        for key in keys:
+            self._graphs.pop(key, None)
+            module = self._models.pop(key, None)
+            if module is not None:
+                self._residents.pop(module, None)
+
+    def _resident(self, module: ReplicaModule) -> Resident:
         """Return what is trained here of a model."""
         if module not in self._residents:
             self._residents[module] = Resident(module)
         return self._residents[module]
 
-    def train(self, request: Any) -> Answer:
-        """Join a group, or answer what a driver with an optimizer in the replicas asks for."""
-        begun = time.perf_counter()
-        notes = _Notes()
-        self.settle()
-        with self._noting(None, notes):
-            if isinstance(request, ExchangeRequest):
-                self._exchange(request)
-                return self._answer(notes, begun)
-            if isinstance(request, ResumeRequest):
-                module = self._updated(request.model, request.update)
-                if module.lacking:
-                    return Answer(lacking=True)
-                self.resident(module).resume(request)
-                return self._answer(notes, begun)
-            resident = self.resident(self.models[request.model])
-            if isinstance(request, SnapshotRequest):
-                notes.value = resident.snapshot(request)
-            elif isinstance(request, GradientsRequest):
-                notes.value = Row(resident.gradients(request.slots, request.chunk))
-            else:
-                threads.use(self.device, request.threads)
-                notes.value = resident.step(request, self._exchange)
-        return self._answer(notes, begun)
+    def _train(self, request: Trained) -> Answer:
+        """Do what a driver asks for whose optimizers are here."""
+        if isinstance(request, ResumeRequest):
+            module = self._updated(request.model, request.update)
+            if not module.lacking:
+                self._resident(module).resume(request)
+            return Answer(lacking=module.lacking)
+        resident = self._resident(self._models[request.model])
+        if isinstance(request, SnapshotRequest):
+            return Answer(resident.snapshot(request))
+        if isinstance(request, GradientsRequest):
+            return Answer(Row(resident.gradients(request.slots, request.chunk)))
+        threads.use(self._device, request.threads)
+        return Answer(resident.step(request, self._exchange))
 
     def _updated(self, number: int, update: StateUpdate | None) -> ReplicaModule:
         """Return a model, with the master's changes."""
-        module = self.models.get(number)
-        if module is None:
-            module = self.models[number] = ReplicaModule(self.device)
-        if update is not None:
-            try:
-                self._update(module, update)  # [4] run
-            except (Abandoned, Differing):
-                module.revision = -1  # which asks for all, without the group
+        if number not in self._models:
+            self._models[number] = ReplicaModule(self._device)
+        module = self._models[number]
+        place = None if update is None else update.spread
+        if update is not None and place is None:
+            module.update(update, None)
+        elif update is not None and place is not None:
+            module.revision = -1  # without the group it asks for all
+            with contextlib.suppress(Abandoned, Differing):
+                exchange = self._exchange(place)
+                with exchange.taking_part(layers=False):
+                    module.update(update, functools.partial(exchange.spread, root=place.root))
         return module
 
-    def _update(self, module: ReplicaModule, update: StateUpdate) -> None:
-        place = update.spread
-        if place is None:
-            module.update(update, None)
-            return
-        exchange = self._exchange(place)
-        with sync_batch_norm.taking_part(exchange, layers=False):
-            module.update(update, functools.partial(exchange.spread, root=place.root))
-
-    def forward(self, request: ForwardRequest) -> Answer:
+    def _forward(self, request: ForwardRequest) -> Answer:
         """Run one chunk."""
-        self.forget(request.forget)
-        begun = time.perf_counter()
-        notes = _Notes()
-        self._awaits_backward = False
-        with self._noting(request.terms.where, notes):
-            module = self._updated(request.model, request.update)
+        self._forget(request.forget)
+        terms, context, writes = request.terms, request.terms.context, Writes()
+        grad = context.grad and not context.inference
+        reached: tuple[bool, ...] = ()
+        try:
+            module = self._updated(request.model, request.update)  # [4] run
             if module.lacking:
                 return Answer(lacking=True)
-            with self._set(request.terms):
-                self._run(module, request, notes)
-        if request.overlay is not None:
-            notes.writes = Writes()
-        return self._answer(notes, begun)
-
-    def _run(self, module: ReplicaModule, request: ForwardRequest, notes: _Notes) -> None:
-        terms, context = request.terms, request.terms.context
-        grad = context.grad and not context.inference
-        engine.seed(self.device, request.seed, terms.chunk)
-        inputs, call = self._load(request, grad)
-        found = module.begin(request.overlay)
-        self._last = module
-        try:
-            with ambient.enter(context), module.noting(found):
-                output = call(module.current.module)
-        finally:
-            notes.writes = module.end(found, terms.first, keeps_data=not grad)  # [6] report
-        # Tensors are found wherever pickle reaches, also in objects of the user's classes.
-        taken = parcel(output, "output")
-        outputs = taken.tensors
-        if request.key is not None and any(t.requires_grad for t in outputs):
+            threads.use(self._device, terms.threads)
+            with self._taking_part(terms.group):
+                engine.seed(self._device, request.seed, terms.chunk)
+                inputs, call = self._load(request, grad)
+                found = module.begin(request.overlay or {})
+                self._ran = module
+                # One that runs again for its graph has reported its writes before.
+                before = Before(found, terms.first and request.overlay is None, module)
+                try:
+                    with ambient.enter(context), raw_access.noting() as found.touched:
+                        output = call(found.built.module)
+                finally:
+                    writes = module.end(before, keeps_data=not grad)  # [6] report
+                # Tensors are found wherever pickle reaches, also in objects of the user's classes.
+                value = parcel(output, "output")
+        except BaseException as error:  # what was written until then is written
+            return Answer(failure=exceptions.failure(error, terms.where), writes=writes)
+        if request.key is not None and any(t.requires_grad for t in value.tensors):
+            self._ran = None  # backward follows soon
             found.saved = found.versions()  # graphs compare with these, after forward's own writes
-            leaves, optional = [], []
-            slots: list[int | None] = []
-            attributes = module.current.attributes
-            for n in module.wanting(found):
-                leaves.append(found.tensors[n])
-                slots.append(n)
-                if request.optional or n in attributes:
-                    optional.append(found.tensors[n])
-            optional += inputs
-            slots += [None] * len(inputs)
-            self._awaits_backward = True
-            self.graphs[request.key] = Graph(
-                outputs, [*leaves, *inputs], slots, module, module.current, found
-            )
-            if optional:
-                reached = engine.reachable(outputs)
-                notes.reached = tuple([id(t) in reached for t in optional])
-        notes.value = Parcel(taken.skeleton, outputs)
+            slots = module.wanting(found)
+            leaves = [*[found.tensors[n] for n in slots], *inputs]
+            marks = [*slots, *[None] * len(inputs)]
+            self._graphs[request.key] = Graph(value.tensors, leaves, marks, module, found)
+            asked = slots if request.optional else [n for n in slots if n in found.built.attributes]
+            if asked or inputs:
+                there = engine.reachable(value.tensors)
+                optional = [*[found.tensors[n] for n in asked], *inputs]
+                reached = tuple([id(t) in there for t in optional])
+        return Answer(value, reached, writes=writes)
 
     def _load(
         self, request: ForwardRequest, grad: bool
-    ) -> tuple[list[Tensor], Callable[[nn.Module], Any]]:
+    ) -> tuple[list[Tensor], Callable[[nn.Module], object]]:
         """Take the arguments out of the message; returns those that require a gradient, and what
         calls the module with them.
         """
         inputs: list[Tensor] = []
 
-        def own(t: Tensor) -> Tensor:
-            # What lies in a message is overwritten by the next one.
-            mine = t.detach().clone()
-            if t.requires_grad and grad:
-                inputs.append(mine.requires_grad_())
-            return mine
+        def load(value: Parcel) -> Any:
+            own = [t.detach().clone() for t in value.tensors]  # the next message overwrites these
+            for mine, t in zip(own, value.tensors, strict=True):
+                if t.requires_grad and grad:
+                    inputs.append(mine.requires_grad_())
+            return value.load(own)
 
         called = request.called
-        function = None
         try:
-            if isinstance(called, Parcel):
-                function = called.load([own(t) for t in called.tensors])
-            args, kwargs = request.arguments.load([own(t) for t in request.arguments.tensors])
+            function = load(called) if isinstance(called, Parcel) else None
+            arguments = load(request.arguments)
         except Exception as error:  # code of the user's classes
             raise exceptions.NotLoaded from error
-        args, kwargs = batch.resolved((args, kwargs), self._get, self.device)
+        args, kwargs = batch.resolved(arguments, self._get, self._device)
 
-        def call(module: nn.Module) -> Any:
+        def call(module: nn.Module) -> object:
             if function is not None:
                 return function(module, *args, **kwargs)
             if isinstance(called, str):
@@ -268,122 +265,84 @@ class Replica:
 
         return inputs, call
 
-    def backward(self, request: BackwardRequest) -> Answer:
+    def _backward(self, request: BackwardRequest) -> Answer:
         """Differentiate outputs of one chunk."""
-        self.forget(request.forget)
-        begun = time.perf_counter()
-        notes = _Notes()
-        with self._noting(request.terms.where, notes), self._set(request.terms):
-            self._differentiate(request, notes)
-            if SUMMED in request.needed:
-                self._sum(request, notes)
-            count = sum([slot is not None for slot in self.graphs[request.graph].slots])
-            notes.value = Row(notes.value[:count]), Row(notes.value[count:])
-        return self._answer(notes, begun)
-
-    def _sum(self, request: BackwardRequest, notes: _Notes) -> None:
-        """Sum gradients over the group, for its root. Where that fails, or chunks have gradients of
-        other parameters, the driver gets them as they are.
-        """
-        home, grads, place = self.graphs[request.graph], notes.value, request.terms.group
-        assert place is not None
-        chosen: dict[torch.dtype, list[int]] = {}
-        for at, (code, grad) in enumerate(zip(request.needed, grads, strict=True)):
-            plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_complex()
-            if code == SUMMED and plain:
-                chosen.setdefault(grad.dtype, []).append(at)
-        places = [at for row in chosen.values() for at in row]
-        sums: list[Tensor | None] = []
-        reached = [False] * len(grads)
-        exchange = self._exchange(place)
-        try:
-            exchange.meet(0, hash(tuple([home.slots[at] for at in places])))
-            for row in chosen.values():
-                run, parts = summable([home.leaves[at] for at in row], exchange.size)
-                torch._foreach_copy_(parts, [grads[at] for at in row])
-                exchange.add(run, range(exchange.size), place.root)
-                sums += parts if exchange.rank == place.root else []
-        except (Abandoned, Differing):
-            return
-        except torch.OutOfMemoryError:
-            exchange.close()
-            return
-        for at, one in zip(places, sums or [None] * len(places), strict=True):
-            grads[at], reached[at] = one, True
-        notes.reached = tuple(reached)
-
-    def _differentiate(self, request: BackwardRequest, notes: _Notes) -> None:
-        home, terms = self.graphs[request.graph], request.terms
-        outputs = [self.graphs[key].outputs[k] for key, numbers in request.outputs for k in numbers]
+        self._forget(request.forget)
+        terms, home = request.terms, self._graphs[request.graph]
+        outputs = [self._graphs[key].outputs[k] for key, row in request.outputs for k in row]
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
         given = [grad.detach().clone() for grad in request.grads]
         grads, create = [*given], request.derived is not None
         for key, numbers in request.outputs:
             if not numbers:  # it only takes part in the layers of the others
-                idle = [t for t in self.graphs[key].outputs if t.requires_grad]
+                idle = [t for t in self._graphs[key].outputs if t.requires_grad]
                 outputs += idle
                 grads += map(torch.zeros_like, idle)
         for grad in grads if create else ():
             grad.requires_grad_()
-        home.found.move(request.moved)
-        home.module.again(home.built, home.found)
-        self._last, self._awaits_backward = home.module, False
-        # A checkpoint that runs again may write once more.
-        begun = home.found.moment(home.built.buffers)
-        before = home.found.flat.clone() if terms.first else None
-        keeps = max(request.needed, default=SENT) >= KEPT
-        if keeps:
-            self.resident(home.module).begin(terms.chunk, home.slots, request.needed)
-        with ambient.enter(terms.context), home.module.noting(home.found):
-            found = engine.differentiate(
-                outputs,
-                grads,
-                home.leaves,
-                request.needed,
-                request.partial or home.derived,
-                request.keep,
-                create,
-            )
-        notes.writes = home.module.end_backward(home.found, begun, before)
-        if request.derived is not None:
-            made = [grad for grad in found if grad is not None]
-            slots: list[int | None] = [None] * len(given)
-            graph = Graph(made, given, slots, home.module, home.built, home.found, derived=True)
-            self.graphs[request.derived] = graph
-        if keeps:
-            notes.reached = self.resident(home.module).keep(
-                terms.chunk, home.slots, request.needed, found, request.partial
-            )
-        notes.value = found
+        threads.use(self._device, terms.threads)
+        with self._taking_part(terms.group):
+            home.module.again(home.found, request.moved)
+            self._ran = home.module
+            # A checkpoint that runs again may write once more.
+            before = Before(home.found, terms.first, None)
+            resident = None
+            if max(request.needed, default=SENT) >= KEPT:
+                resident = self._resident(home.module)
+                resident.begin(terms.chunk, home.slots, request.needed)
+            with ambient.enter(terms.context), raw_access.noting() as touched:
+                home.found.touched = touched
+                found = engine.differentiate(
+                    outputs,
+                    grads,
+                    home.leaves,
+                    request.needed,
+                    request.partial or home.derived,
+                    request.keep,
+                    create,
+                )
+            writes = home.module.end(before, keeps_data=False)
+            if request.derived is not None:
+                made = [grad for grad in found if grad is not None]
+                graph = Graph(made, given, [None] * len(given), home.module, home.found, True)
+                self._graphs[request.derived] = graph
+            reached: tuple[bool, ...] = ()
+            if resident is not None:
+                reached = resident.keep(terms.chunk, home.slots, request.needed, found)
+            elif SUMMED in request.needed:
+                reached = self._sum(request, home, found)
+        count = sum([slot is not None for slot in home.slots])
+        return Answer((Row(found[:count]), Row(found[count:])), reached, writes=writes)
 
-    @contextlib.contextmanager
-    def _noting(self, where: str | None, notes: _Notes) -> Iterator[None]:
-        """Take down warnings, and the exception that ends the block."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                yield
-            except BaseException as error:  # also SystemExit and KeyboardInterrupt of the module
-                notes.failure = exceptions.failure(error, where)
-        if caught:
-            notes.warnings = exceptions.caught(caught)
-
-    @contextlib.contextmanager
-    def _set(self, terms: Terms) -> Iterator[None]:
-        threads.use(self.device, terms.threads)
-        if terms.group is None:
-            yield
-            return
-        exchange = self._exchange(terms.group)
-        with sync_batch_norm.taking_part(exchange, terms.group.layers):
-            yield
-
-    def _answer(self, notes: _Notes, begun: float) -> Answer:
-        return Answer(
-            value=notes.value,
-            reached=notes.reached,
-            failure=notes.failure,
-            warnings=notes.warnings,
-            writes=notes.writes,
-            busy=time.perf_counter() - begun,
-        )
+    def _sum(
+        self, request: BackwardRequest, home: Graph, grads: list[Tensor | None]
+    ) -> tuple[bool, ...]:
+        """Sum gradients over the group, for its root; returns which were. Where that fails, or
+        chunks have gradients of other parameters, the driver gets them as they are.
+        """
+        place = request.terms.group
+        assert place is not None
+        chosen: dict[torch.dtype, dict[int, Tensor]] = {}
+        for at, (code, grad) in enumerate(zip(request.needed, grads, strict=True)):
+            plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_complex()
+            if code == SUMMED and grad is not None and plain:
+                chosen.setdefault(grad.dtype, {})[at] = grad
+        order = [at for row in chosen.values() for at in row]
+        sums: list[Tensor] = []
+        exchange = self._exchange(place)
+        try:
+            exchange.meet(0, hash(tuple([home.slots[at] for at in order])))
+            for row in chosen.values():
+                run, parts = summable([home.leaves[at] for at in row], exchange.size)
+                torch._foreach_copy_(parts, [*row.values()])
+                exchange.add(run, range(exchange.size), place.root)
+                sums += parts
+        except (Abandoned, Differing):
+            return ()
+        except torch.OutOfMemoryError:
+            exchange.close()
+            return ()
+        for at, total in zip(order, sums, strict=True):
+            grads[at] = total if exchange.rank == place.root else None
+        summed = {*order}
+        return tuple([at in summed for at in range(len(grads))])

@@ -55,7 +55,6 @@ class Resident:
         slots: Sequence[int | None],
         codes: Sequence[int],
         grads: list[Tensor | None],
-        shared: bool,
     ) -> tuple[bool, ...]:
         """Keep gradients of a chunk, and take these out of the row; returns which they are.
 
@@ -63,8 +62,7 @@ class Resident:
             chunk: The number of the chunk.
             slots: Whose gradients they are; None for inputs.
             codes: The fate of each.
-            grads: The gradients.
-            shared: True if they may share memory with each other.
+            grads: The gradients, each with memory of its own.
         """
         kept = self._kept.setdefault(chunk, {})
         stays = [False] * len(grads)
@@ -75,7 +73,7 @@ class Resident:
             if code == ADDED and slot in kept:
                 kept[slot].add_(grad)
             else:
-                kept[slot] = grad.detach().clone() if shared else grad.detach()
+                kept[slot] = grad.detach()
             grads[at], stays[at] = None, True
         return tuple(stays)
 

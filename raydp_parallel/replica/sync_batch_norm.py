@@ -7,56 +7,38 @@ of ordinary operations, so that derivatives of any order follow from that of the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
-from raydp_parallel.wire.group import END, Exchange
-
-current: Exchange | None = None
-"""The group of the call that this process runs just now; None if a chunk runs without others."""
+from raydp_parallel.wire import group
 
 
-@contextlib.contextmanager
-def taking_part(exchange: Exchange, layers: bool) -> Iterator[None]:
-    """Run a block as one of several chunks, of which layers may exchange tensors; if it fails, the
-    others do not wait for this one.
-    """
-    global current
-    before, current = current, exchange if layers else None
-    try:
-        yield
-        if layers:
-            exchange.meet(END, 0)
-    except BaseException:
-        exchange.close()
-        raise
-    finally:
-        current = before
-
-
-def _needed() -> Exchange:
-    if current is None:
+def _needed() -> group.Exchange:
+    if group.current is None:
         raise RuntimeError(
             "synchronised batch norm was differentiated outside of the call that ran it"
         )
-    return current
+    return group.current
+
+
+class _Marked(FunctionCtx):
+    mark: int  # of the exchange: the number of its layer
 
 
 class GatherRows(Function):
     """One row of each chunk in, all rows out; differentiable to any order."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, mark: int, count: int = 0) -> Tensor:
+    def forward(ctx: _Marked, own: Tensor, mark: int, count: int = 0) -> Tensor:
         ctx.mark = mark
         return _needed().share(own, mark, count)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Marked, *grads: Tensor) -> tuple[Tensor, None, None]:
         total: Tensor = CollectRow.apply(grads[0], ctx.mark)
         return total, None, None
 
@@ -65,12 +47,12 @@ class CollectRow(Function):
     """The sum of what each chunk has for this one."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, mark: int) -> Tensor:
+    def forward(ctx: _Marked, rows: Tensor, mark: int) -> Tensor:
         ctx.mark = mark
         return torch.sum(_needed().swap(rows, mark), 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Marked, *grads: Tensor) -> tuple[Tensor, None]:
         rows: Tensor = GatherRows.apply(grads[0], ctx.mark)
         return rows, None
 
@@ -78,6 +60,7 @@ class CollectRow(Function):
 M = TypeVar("M", bound=nn.Module)
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -92,11 +75,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     number = 0
     """Its number among those of its module."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        SyncBatchNorm.made = True
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         SyncBatchNorm.made = True
 
@@ -106,10 +85,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return self.training or (self.running_mean is None and self.running_var is None)
 
     def forward(self, input: Tensor) -> Tensor:
-        if current is None or not self.exchanges:
-            return nn.modules.batchnorm._BatchNorm.forward(self, input)
-        self._check_input_dim(input)
-        self._check_non_zero_input_channels(input)
+        odd = input.dim() < 2 or not input.size(1)  # which the ordinary one refuses
+        if group.current is None or not self.exchanges or odd:
+            return nn.BatchNorm1d.forward(self, input)
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         mean, var, count = _statistics(exact, input.shape, self.number)
         if self.training and self.track_running_stats:
@@ -176,7 +154,7 @@ def convert_sync_batchnorm(module: M) -> M:
     found = [
         (name, part)
         for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, SyncBatchNorm)
+        if isinstance(part, (*_CONVERTED, *_LAZY)) and not isinstance(part, SyncBatchNorm)
     ]
     for name, part in found:
         if type(part) not in _CONVERTED:
@@ -186,7 +164,7 @@ def convert_sync_batchnorm(module: M) -> M:
             )
     for _, part in found:
         part.__class__ = SyncBatchNorm
-        part.process_group = None  # type: ignore[assignment]
+        part.process_group = None
         SyncBatchNorm.made = True
     every = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
     for number, part in enumerate(every, 1):

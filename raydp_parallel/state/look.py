@@ -188,7 +188,7 @@ def look(module: nn.Module, slot: Callable[[Tensor], int], codes: Codes) -> byte
 def build(
     structure: bytes,
     tensors: Mapping[int, Tensor],
-    codes: Sequence[types.CodeType],
+    codes: Mapping[int, types.CodeType],
     device: torch.device,
 ) -> tuple[nn.Module, set[int]]:
     """Build a module from a look, with tensors in the places of their slots; returns the slots that

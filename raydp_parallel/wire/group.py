@@ -23,7 +23,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -188,6 +188,23 @@ class Exchange:
             text = f"the replicas of a call could not find each other: {error}"
             raise Abandoned(text) from None
 
+    @contextlib.contextmanager
+    def taking_part(self, layers: bool) -> Iterator[None]:
+        """Run a block as one of several chunks, of which layers may exchange tensors; if it fails,
+        the others do not wait for this one.
+        """
+        global current
+        before, current = current, self if layers else None
+        try:
+            yield
+            if layers:
+                self.meet(END, 0)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            current = before
+
     # Each of these is an exchange. Its mark says what it is for: a number from 0, the same for all
     # members, who get `Differing` where marks or sizes are not. Memory is taken before they meet: a
     # member that has none is missed there.
@@ -313,6 +330,10 @@ class Exchange:
             self.close()
             text = str(error).split(" This is typically")[0]
             raise Abandoned(f"the replicas of other chunks did not answer: {text}") from None
+
+
+current: Exchange | None = None
+"""The group of the call that this process runs just now; None if a chunk runs without others."""
 
 
 def summable(

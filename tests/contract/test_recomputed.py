@@ -112,27 +112,35 @@ def test_B10_a_validation_batch_between_a_forward_and_its_backward(
 
 
 class Shrinking(nn.Module):
-    """Edits its weight by ``.data`` in each call."""
+    """Edits its weights by ``.data`` in each call."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layer = nn.Linear(3, width)
+        self.other = nn.Linear(3, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shrink the weight where it is too large, and use it."""
-        self.layer.weight.data.copy_(self.layer.weight.data.clamp(-1, 1))
+        """Shrink the weights where they are too large, and use one of them."""
+        for layer in (self.layer, self.other):
+            layer.weight.data.copy_(layer.weight.data.clamp(-1, 1))
         return self.layer(x)[:, :3]  # type: ignore[no-any-return]
+
+
+def total(net: nn.Module) -> Tensor:
+    """The sum of all weights."""
+    return torch.stack([p.detach().sum() for p in net.parameters()]).sum()
 
 
 @pytest.mark.parametrize("width", [3, 20_000])
 def test_R6_a_weight_that_was_written_to_is_the_master_s_in_the_next_forward(width: int) -> None:
-    """In every replica, sent or mapped, and also if what was written was there before."""
+    """In every replica, sent or mapped, and also if what was written was there before; the other
+    weight, which may lie in the same window, is edited last.
+    """
     net = Checkpointed(Shrinking(width), reentrant=False)
     model, x = DataParallel(net, ["cpu", "cpu"]), torch.randn(4, 3)
-    weight = next(net.parameters())
-    for _ in range(2):
+    for edited in (0, 0, 2):
         model(x).sum().backward()
-        weight.data.add_(1)
-        before = weight.detach().clone()
-        found = model.run(lambda net, x: next(net.parameters()).detach().sum() + 0 * x.sum(), x)
-        torch.testing.assert_close(found, before.sum().repeat(2))
+        [*net.parameters()][edited].data.add_(1)
+        before = total(net)
+        found = model.run(lambda net, x: total(net) + 0 * x.sum(), x)
+        torch.testing.assert_close(found, before.repeat(2))

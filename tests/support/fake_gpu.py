@@ -44,7 +44,7 @@ from raydp_parallel.devices.cuda import describe
 from raydp_parallel.devices.layout import is_dense
 from raydp_parallel.errors import TransferError
 from raydp_parallel.replica import exceptions
-from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.replica.replica import Replica
 from raydp_parallel.state.lagging import plainly
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
@@ -538,7 +538,7 @@ class Near:
         if ipc and not index:  # the driver's own
             self.channel.ipc = self._theirs.ipc = device
         self.link = "ipc" if self.channel.ipc else "windows"
-        self._server = ReplicaServer(device, index)
+        self._replica = Replica(device)
         self._owed: deque[int] = deque()
 
     def moved(self) -> tuple[int, int]:
@@ -552,12 +552,12 @@ class Near:
         try:
             with torch.enable_grad(), torch.inference_mode(False):
                 try:
-                    answer = self._server.answer(self._theirs.receive())
+                    answer = self._replica.answer(self._theirs.receive())
                 except TransferError as error:
                     failure = exceptions.failure(error, None)
                     answer = Answer(failure=failure, lacking=True)
                 self._theirs.send(answer)
-                self._server.settle()
+                self._replica.settle()
         finally:
             self._gpus.side = before
 
