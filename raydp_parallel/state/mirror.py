@@ -279,11 +279,6 @@ class Master:
         """The parameters that replicas train, by slot."""
         return {one.slot: one.tensor for one in self.records.values() if one.trained}
 
-    def trains(self, tensor: Tensor) -> bool:
-        """Tell if replicas train a tensor."""
-        found = self.records.get(id(tensor))
-        return found is not None and found.trained
-
     def train(self, slots: set[int]) -> None:
         """Let replicas have these parameters of their own, which no window holds, and no others."""
         self.revision += 1

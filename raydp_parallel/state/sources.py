@@ -12,7 +12,6 @@ classes and functions are sent by value.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.abc
 import importlib.util
 import logging
@@ -41,11 +40,6 @@ class Source(NamedTuple):
     file: str
     folders: tuple[str, ...] | None  # where a package's submodules are; None for a plain module
     text: bytes
-
-    @property
-    def digest(self) -> str:
-        """A short form of the text."""
-        return hashlib.sha256(self.text).hexdigest()
 
 
 class Sources(NamedTuple):
@@ -152,14 +146,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
 
     def __init__(self) -> None:
         self.modules: dict[str, Source] = {}
-        self.loaded: dict[str, str] = {}
+        self.loaded: dict[str, bytes] = {}  # the text that each was made of
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Find one of the driver's modules."""
         source = self.modules.get(name)
         if source is None:
             return None
-        self.loaded[name] = source.digest
+        self.loaded[name] = source.text
         folders = None if source.folders is None else [*source.folders]
         return importlib.util.spec_from_file_location(
             name, source.file, loader=self, submodule_search_locations=folders
@@ -190,7 +184,7 @@ def follow(sources: Sources) -> None:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     for name, source in sources.modules.items():
-        if name in sys.modules and _digest(name) != source.digest:
+        if name in sys.modules and _text(name) != source.text:
             raise SourceMismatch(
                 f"module {name!r} of a replica is not the driver's, which was loaded from "
                 f"{source.file}"
@@ -201,11 +195,11 @@ def follow(sources: Sources) -> None:
             sys.path.append(path)
 
 
-def _digest(name: str) -> str:
+def _text(name: str) -> bytes | None:
     if name in _FINDER.loaded:
         return _FINDER.loaded[name]
     found = _source(name)
-    return "" if found is None else found.digest
+    return None if found is None else found.text
 
 
 class Sent:
