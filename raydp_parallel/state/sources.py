@@ -106,16 +106,14 @@ def _is_outdated(module: types.ModuleType, file: str, text: bytes) -> bool:
         there = {*_codes(compile(text, file, "exec", dont_inherit=True))}
     except (OSError, SyntaxError, ValueError):
         there = set()
-    for value in vars(module).values():
-        function = getattr(value, "__func__", value)
-        parts = [function]
-        if isinstance(function, type) and function.__module__ == module.__name__:
-            parts = [*vars(function).values()]
-        for part in parts:
-            code = getattr(getattr(part, "__func__", part), "__code__", None)
-            own = getattr(part, "__module__", None) == module.__name__
-            if code is not None and own and code.co_filename == file and code not in there:
-                return True
+    values = [*vars(module).values()]
+    for kind in [value for value in values if isinstance(value, type)]:
+        if kind.__module__ == module.__name__:
+            values += vars(kind).values()
+    for value in values:
+        code = getattr(getattr(value, "__func__", value), "__code__", None)
+        if isinstance(code, types.CodeType) and code.co_filename == file and code not in there:
+            return True
     return False
 
 
