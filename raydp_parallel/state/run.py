@@ -232,23 +232,25 @@ class StateRun:
         """Return the tensors with other contents than the run has, among those whose contents were
         sent up to a revision.
         """
-        small = self.records[: self._small]
         found = [one for one in self.records[self._small :] if one.content_at <= since]
         rows = [(bits(one.tensor), bits(self.views[one.slot])) for one in found]
-        if any([one.content_at <= since for one in small]):
+        small = self.records[: self._small]
+        if all([one.content_at > since for one in small]):
+            small = []
+        else:
             if self._copy is None:
                 copy = torch.zeros_like(self.memory[: self._row.size])
                 self._copy = copy, self._row.views(copy)
             copy, now = self._copy
             memory.copy_row(now, [one.tensor for one in small])
-            words = copy.view(torch.int64), self.memory[: self._row.size].view(torch.int64)
-            if not _alike([words])[0]:  # at once, as mostly they are
-                found += small
-                rows += [
-                    (bits(t), bits(self.views[one.slot])) for t, one in zip(now, small, strict=True)
-                ]
-        pairs = zip(found, _alike(rows), strict=True)
-        return [one for one, alike in pairs if not alike and one.content_at <= since]
+            rows.append((copy.view(torch.int64), self.memory[: self._row.size].view(torch.int64)))
+        alike = _alike(rows)
+        if small and not alike[-1]:  # at once, as mostly they are
+            found += small
+            pairs = zip(now, small, strict=True)
+            alike[-1:] = _alike([(bits(t), bits(self.views[one.slot])) for t, one in pairs])
+        found = [one for one, same in zip(found, alike, strict=False) if not same]
+        return [one for one in found if one.content_at <= since]
 
 
 def _alike(rows: list[tuple[Tensor, Tensor]]) -> list[bool]:
