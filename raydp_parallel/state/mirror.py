@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raydp_parallel.devices import ambient
-from raydp_parallel.devices.layout import Layout, Spec, is_dense
+from raydp_parallel.devices.layout import Layout, Spec, alone, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state.lagging import PLAINLY, Lagging, plainly
 from raydp_parallel.state.look import Structure, check_devices, look
@@ -35,6 +35,7 @@ from raydp_parallel.state.run import (
     same,
     seen,
     set_versions,
+    touch,
     versions_of,
 )
 from raydp_parallel.wire.codec import Row
@@ -165,7 +166,7 @@ class Master:
         for kind in {*map(type, row)}:  # what other models' replicas train is fetched
             if issubclass(kind, Lagging) and kind.source is not self.resident:
                 kind.source.pull()
-        now: list[Seen] = PLAINLY(lambda: [*map(seen, row)], ())
+        now: list[Seen] = PLAINLY(seen, (), (row,))
         pairs = zip(self.records.values(), now, strict=True)
         changed = [(one, then) for one, then in pairs if one.seen != then]
         if changed:
@@ -211,7 +212,7 @@ class Master:
         if large:
             self._map(large)
         for one, now in changed:
-            if one.content_at == self.revision and not one.in_run:
+            if one.content_at == self.revision and (one.trained or not one.plain):
                 one.keep_copy()
             # The address that `_map` gave is no edit of the program's.
             one.seen = now if one.place is None else (now[0], one.tensor.data_ptr(), now[2])
@@ -261,16 +262,14 @@ class Master:
         for one in self.records.values():
             if one.shadow is not None and not same(one.tensor, one.shadow):
                 edited.append(one)
-        for one in edited:
-            one.touch()
+        touch(edited)
         return bool(edited)
 
     def stepped(self, parameters: Iterable[Tensor]) -> None:
         """Note what an optimizer has written to."""
-        for p in parameters:
-            one = self.records.get(id(p))
-            if one is not None and not one.trained and p.grad is not None:
-                one.touch()
+        found = [self.records.get(id(p)) for p in parameters]
+        own = [one for one in found if one is not None and not one.trained]
+        touch([one for one in own if one.tensor.grad is not None])
 
     # What replicas train.
 
@@ -289,7 +288,7 @@ class Master:
             if one.trained:
                 one.place, one.stays = None, True
                 one.spec_at = self.revision
-                one.touch()  # which makes a copy to compare with
+                touch([one])  # which makes a copy to compare with
             elif one.plain:
                 one.shadow = None
 
@@ -314,7 +313,8 @@ class Master:
                     one.tensor.copy_(weights[one.slot])
                 one.written += 1
                 one.shadow = None  # `catch_up` makes another
-                one.touch(one.tensor._version)
+                if one.seen is not None:
+                    one.seen = one.tensor._version, one.seen[1], one.seen[2]
         self._updates = {}  # which tell versions
 
     # What replicas need.
@@ -442,16 +442,21 @@ class Master:
         tensors = [one.tensor for one, *_ in rows]
         before: dict[int, Tensor] = {}
         if keep:
-            for one, *_ in rows:
-                t = one.tensor
-                before[one.slot] = torch.empty_like(t) if one.plain else t.detach().clone()
             plain = [one for one, *_ in rows if one.plain]
-            copy_row([before[one.slot] for one in plain], [one.tensor for one in plain])
+            row = [one.tensor for one in plain]
+            layout = alone(tuple(specs_of(row)))
+            size = layout.size
+            views = layout.views(torch.empty(size, dtype=torch.uint8, device=self.home))
+            copy_row(views, row)  # at once, also on a GPU
+            before = {one.slot: t for one, t in zip(plain, views, strict=True)}
+            for one, *_ in rows:
+                if not one.plain:
+                    before[one.slot] = one.tensor.detach().clone()
+        touch([one for one, *_ in rows])
         versions = versions_of(tensors)
         into, values = [], []
         for one, value, by, replaced in rows:
             one.written += by
-            one.touch()
             if replaced:
                 one.tensor.data = value.to(one.tensor.device, copy=True)
             else:

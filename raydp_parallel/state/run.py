@@ -52,16 +52,20 @@ def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
         torch._C._autograd._unsafe_set_version_counter(*zip(*pairs, strict=True))
 
 
-def seen(t: Tensor) -> Seen:
-    """Look at a tensor, but for its contents."""
-    try:
-        form = t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj()
-        return t._version, t.data_ptr(), form
-    except RuntimeError:  # an inference tensor, or a layout without a storage of its own
-        strided = t.layout is torch.strided and not t.is_nested
-        shape = (t.shape, t.stride()) if strided else t.layout
-        address = t.data_ptr() if strided else 0
-        return versions_of([t])[0], address, (t.dtype, shape, None, t.requires_grad, t.device)
+def seen(tensors: Iterable[Tensor]) -> list[Seen]:
+    """Look at tensors, but for their contents."""
+    found: list[Seen] = []
+    for t in tensors:  # a function for each would take as long again
+        try:
+            form = t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj()
+            found.append((t._version, t.data_ptr(), form))
+        except RuntimeError:  # an inference tensor, or a layout without a storage of its own
+            strided = t.layout is torch.strided and not t.is_nested
+            shape = (t.shape, t.stride()) if strided else t.layout
+            address = t.data_ptr() if strided else 0
+            odd = t.dtype, shape, None, t.requires_grad, t.device
+            found.append((versions_of([t])[0], address, odd))
+    return found
 
 
 def is_plain(t: Tensor) -> bool:
@@ -121,11 +125,6 @@ class Tracked:
         """True if a run has its contents."""
         return self.plain and not self.trained
 
-    def touch(self, version: int = -1) -> None:
-        """Let the next look find other contents, unless it finds this version."""
-        if self.seen is not None:
-            self.seen = version, self.seen[1], self.seen[2]
-
     def keep_copy(self) -> None:
         """Copy the contents, to compare those of the next forward with them."""
         t = self.tensor
@@ -142,6 +141,13 @@ class Tracked:
             return False
         # Memory that somebody else looks at stays where it is.
         return not memory.is_used(t) and t.untyped_storage().nbytes() == t.nbytes
+
+
+def touch(records: Iterable[Tracked]) -> None:
+    """Let the next look find other contents of some tensors."""
+    for one in records:
+        if one.seen is not None:
+            one.seen = -1, one.seen[1], one.seen[2]
 
 
 class StateRun:
