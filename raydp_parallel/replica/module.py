@@ -62,8 +62,8 @@ class Built:
         attributes: Those among them that are no registered buffers.
         buffers: Those that each forward has anew, in one run of memory.
         layout: How they lie there.
-        flat: That run, with the contents of the master, which an update changes.
-        views: They as they lie there, by slot.
+        flat: A run like it with the contents of the master, which an update changes.
+        views: Its tensors, by slot.
         lies: Where and how each parameter lies.
     """
 
