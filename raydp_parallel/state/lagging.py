@@ -7,8 +7,8 @@ them: that fetches the values of all, which are ordinary parameters again from t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -49,14 +49,24 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+class Owner(Protocol):
+    """Trains parameters elsewhere, and has their values."""
+
+    def pull(self) -> None:
+        """Bring the values: its parameters are ordinary ones from then on."""
+
+    def leave(self, slots: Collection[int]) -> None:
+        """Bring all that it has of parameters that leave the module."""
+
+
 class Lagging(nn.Parameter):
     """A parameter that fetches its values when they are used. Each source has a class of its own.
 
     Attributes:
-        source: Has the values; its ``pull`` makes its parameters ordinary ones.
+        source: Has the values.
     """
 
-    source: Any
+    source: Owner
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an ordinary parameter, where one is copied."""

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raydp_parallel.devices import ambient
 from raydp_parallel.devices.layout import Layout, Spec, alone, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
-from raydp_parallel.state.lagging import PLAINLY, Lagging, plainly
+from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner, plainly
 from raydp_parallel.state.look import Structure, check_devices, look
 from raydp_parallel.state.run import (
     Place,
@@ -75,6 +75,10 @@ class Mark(NamedTuple):
     written: list[int]
 
 
+class _Before(dict[int, Tensor]):
+    """Contents of tensors before replicas wrote to them, by slot. Who has it uses their memory."""
+
+
 class Master:
     """A module in the driver.
 
@@ -104,6 +108,7 @@ class Master:
         self._runs: dict[bool, StateRun] = {}  # by whether replicas map the large tensors
         self._laid_at = 0  # since when a run may have to hold other tensors
         self._updates: dict[tuple[int, bool, bool], StateUpdate] = {}  # to the state of now
+        self._copies: tuple[object, list[Tensor], weakref.ref[_Before]] | None = None
         _masters.add(self)
 
     @property
@@ -175,7 +180,8 @@ class Master:
     def _restructure(self, found: dict[int, Tracked]) -> None:
         gone = {one.slot for key, one in self.records.items() if one.trained and key not in found}
         if gone:
-            self.resident.leave(gone)  # while replicas still have them
+            owner: Owner = self.resident
+            owner.leave(gone)  # while replicas still have them
         buffers = {id(t) for t in self.module.buffers()}
         for key, one in found.items():
             one.kind = "buffer" if key in buffers else "attribute"
@@ -440,18 +446,9 @@ class Master:
         slots = {one.slot: one for one in self.records.values()}
         rows = [(slots[n], *row) for n, *row in zip(*writes, strict=True) if n in slots]
         tensors = [one.tensor for one, *_ in rows]
-        before: dict[int, Tensor] = {}
+        before = _Before()
         if keep:
-            plain = [one for one, *_ in rows if one.plain]
-            row = [one.tensor for one in plain]
-            layout = alone(tuple(specs_of(row)))
-            size = layout.size
-            views = layout.views(torch.empty(size, dtype=torch.uint8, device=self.home))
-            copy_row(views, row)  # at once, also on a GPU
-            before = {one.slot: t for one, t in zip(plain, views, strict=True)}
-            for one, *_ in rows:
-                if not one.plain:
-                    before[one.slot] = one.tensor.detach().clone()
+            before = self._copied([one for one, *_ in rows])
         touch([one for one, *_ in rows])
         versions = versions_of(tensors)
         into, values = [], []
@@ -465,6 +462,20 @@ class Master:
         with torch.inference_mode():  # as tensors of that mode ask for
             copy_row(into, values)
         set_versions(tensors, [a + by for a, (_, _, by, _) in zip(versions, rows, strict=True)])
+        return before
+
+    def _copied(self, records: list[Tracked]) -> _Before:
+        """Copy tensors: plain ones into the last copies, if no graph has these any more."""
+        plain = [one for one in records if one.plain]
+        row = [one.tensor for one in plain]
+        layout, home = alone(tuple(specs_of(row))), self.home  # the same layout for the same specs
+        known, views, used = self._copies or (None, [], None)
+        if known != (layout, home) or (used is not None and used() is not None):
+            views = layout.views(torch.empty(layout.size, dtype=torch.uint8, device=home))
+        copy_row(views, row)
+        before = _Before(zip([one.slot for one in plain], views, strict=True))
+        before.update((o.slot, o.tensor.detach().clone()) for o in records if not o.plain)
+        self._copies = (layout, home), views, weakref.ref(before)
         return before
 
     def mark(self) -> Mark:
