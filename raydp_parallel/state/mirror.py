@@ -456,11 +456,15 @@ class Master:
             one.written += by
             if replaced:
                 one.tensor.data = value.to(one.tensor.device, copy=True)
+            elif one.tensor.is_inference():
+                with (
+                    torch.inference_mode()
+                ):  # not for all: sparse ones would get parts of that mode
+                    one.tensor.copy_(value)
             else:
                 into.append(one.tensor)
                 values.append(value)
-        with torch.inference_mode():  # as tensors of that mode ask for
-            copy_row(into, values)
+        copy_row(into, values)
         set_versions(tensors, [a + by for a, (_, _, by, _) in zip(versions, rows, strict=True)])
         return before
 
