@@ -76,7 +76,7 @@ class Mark(NamedTuple):
 
 
 class _Before(dict[int, Tensor]):
-    """Contents of tensors before replicas wrote to them, by slot. Who has it uses their memory."""
+    """Contents from before a write of replicas, by slot; their memory is used again after it."""
 
 
 class Master:
