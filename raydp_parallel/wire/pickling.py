@@ -134,8 +134,7 @@ def stream_name(value: object) -> str | None:
     value.
     """
     for name in ("stdout", "stderr", "stdin"):
-        known = value is getattr(sys, name) or value is getattr(sys, f"__{name}__")
-        if known and value is not None:
+        if value is getattr(sys, name) or value is getattr(sys, f"__{name}__"):
             return name
     # the original stream, where a notebook, a test or Ray has replaced it
     if type(value) is io.TextIOWrapper:

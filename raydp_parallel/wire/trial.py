@@ -40,26 +40,22 @@ def try_ipc(channel: Channel, device: torch.device) -> None:
     """
     channel.ipc = device
     for size in SIZES:
-        deadline = time.monotonic() + _PATIENCE
+        deadline, row = time.monotonic() + _PATIENCE, torch.arange(size // 8, device=device)
         for n in range(_ROUNDS):
-            _try(channel, torch.arange(size // 8, device=device), n, deadline)
+            # Not random: the program's own random numbers must not depend on a trial.
+            sent = _late(_numbers(row, (n,)))
+            channel.send(Trial([sent]))
+            answer = channel.receive(deadline - time.monotonic(), device)
+            if answer.failure is not None:
+                raise TransferError(f"the replica cannot use them: {answer.failure.text}")
+            if not torch.equal(answer.value[0], ~sent):
+                raise TransferError("other bytes arrived than were sent")
     # Windows were larger than the next messages may be. Torch frees one at once if its reader lets
     # go of it first: of the replica's this process does, before the replica drops it.
     channel.let_go()
     channel.send(Trial([]))
     channel.receive(_PATIENCE)
     channel.drop_windows()
-
-
-def _try(channel: Channel, row: Tensor, n: int, deadline: float) -> None:
-    # Not random: the program's own random numbers must not depend on a trial.
-    sent = _late(_numbers(row, (n,)))
-    channel.send(Trial([sent]))
-    answer = channel.receive(deadline - time.monotonic(), row.device)
-    if answer.failure is not None:
-        raise TransferError(f"the replica cannot use them: {answer.failure.text}")
-    if not torch.equal(answer.value[0], ~sent):
-        raise TransferError("other bytes arrived than were sent")
 
 
 def answer(channel: Channel, trial: Trial, device: torch.device) -> None:
