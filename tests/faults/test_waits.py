@@ -105,7 +105,7 @@ def test_a_stopped_replica_does_not_stop_a_call(what: str, killable: Executor) -
 def test_a_frame_that_does_not_go_on(length: int) -> None:
     """The limit holds for all of it, and no memory is taken for what does not come."""
     ours, theirs = socket.socketpair()
-    theirs.sendall(_HEADER.pack(length, 0) + b"the rest is late")
+    theirs.sendall(_HEADER.pack(length, length) + b"the rest is late")
     with pytest.raises(TimeoutError):
         Channel(ours).receive(0.1)
     theirs.close()
