@@ -551,6 +551,9 @@ def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
         model(torch.ones(4, 6)).sum().backward()
         if used:
             assert isinstance(raised(optimizer.step), GraphLost)
+        else:
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
         advance(model, optimizer, 1)
 
 
