@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch._C._profiler import _RecordFunctionFast as record_function
+from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
 from raydp_parallel import batch, functional

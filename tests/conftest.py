@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -19,9 +20,13 @@ _cluster: Any = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--long`` adds the tests that take their time, ``--nodes 2`` runs on several nodes."""
+    """``--long`` adds the tests that take their time, ``--nodes 2`` runs on several nodes, so that
+    all replicas are far. ``--way sent`` maps no weights, ``--way deadly`` ends the replica that is
+    called, every 50th time.
+    """
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
     parser.addoption("--nodes", type=int, default=0, help="as many, beside the driver's head")
+    parser.addoption("--way", choices=("", "sent", "deadly"), default="", help="of a call")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,8 +36,39 @@ def pytest_configure(config: pytest.Config) -> None:
     global _nodes
     _nodes = config.getoption("--nodes")
     Options.__init__.__kwdefaults__.update(threads=1)
+    _WAYS[config.getoption("--way")]()
     # A shell starts programs in the background with SIGINT ignored; tests of Ctrl-C would hang.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def sent() -> None:
+    """Let no replica map the weights."""
+    from raydp_parallel.state.mirror import Master
+
+    update = Master.update_from
+
+    def unmapped(self: Any, revision: int, maps: Any, shared: bool, weights: Any) -> Any:
+        return update(self, revision, maps, False, weights)
+
+    Master.update_from = unmapped  # type: ignore[method-assign]
+
+
+def deadly() -> None:
+    """Let every 50th call find its replica dead, if another one lives."""
+    from raydp_parallel.driver.dispatcher import Dispatcher
+
+    send, calls = Dispatcher.send, itertools.count(1)
+
+    def deadly_send(self: Any, slot: Any, call: Any, *how: Any) -> Any:
+        due = call.phase in ("forward", "backward") and next(calls) % 50 == 0
+        if due and slot.ready and len(self._set.ready()) > 1:
+            os.kill(slot.info().pid, signal.SIGKILL)
+        return send(self, slot, call, *how)
+
+    Dispatcher.send = deadly_send  # type: ignore[method-assign]
+
+
+_WAYS: dict[str, Any] = {"": lambda: None, "sent": sent, "deadly": deadly}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

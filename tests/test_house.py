@@ -25,7 +25,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "raydp_parallel"
 BUDGET = TESTS / "budget.json"
 FILES_WITH_RAY = {"cluster/ray_api.py", "replica/actor.py"}
-OF_PYTHON = {"_replace", "_asdict", "_make", "_exit", "_getframe"}
+OF_PYTHON = {"_replace", "_asdict", "_make", "_fields", "_exit", "_getframe"}
 QUOTES = "'\""
 
 
