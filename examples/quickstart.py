@@ -3,7 +3,7 @@ how fast.
 
 Output::
 
-    Loss 0.6850 -> 0.1178 in 100 steps of 9.0 ms; without the wrapper one takes 1.3 ms
+    Loss 0.6850 -> 0.1178 in 100 steps of 8.4 ms; without the wrapper one takes 0.9 ms
 """
 
 from __future__ import annotations
