@@ -60,7 +60,8 @@ class CollectRow(Function):
 M = TypeVar("M", bound=nn.Module)
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+_EVERY: type[nn.Module] = nn.BatchNorm1d.__mro__[1]
+"""The class of all batch norms, of a program's own, too: torch has no public name for it."""
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -154,7 +155,7 @@ def convert_sync_batchnorm(module: M) -> M:
     found = [
         (name, part)
         for name, part in module.named_modules()
-        if isinstance(part, (*_CONVERTED, *_LAZY)) and not isinstance(part, SyncBatchNorm)
+        if isinstance(part, _EVERY) and not isinstance(part, SyncBatchNorm)
     ]
     for name, part in found:
         if type(part) not in _CONVERTED:
@@ -164,7 +165,7 @@ def convert_sync_batchnorm(module: M) -> M:
             )
     for _, part in found:
         part.__class__ = SyncBatchNorm
-        part.process_group = None
+        part.process_group = None  # type: ignore[assignment]
         SyncBatchNorm.made = True
     every = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
     for number, part in enumerate(every, 1):
