@@ -457,9 +457,8 @@ class Master:
             if replaced:
                 one.tensor.data = value.to(one.tensor.device, copy=True)
             elif one.tensor.is_inference():
-                with (
-                    torch.inference_mode()
-                ):  # not for all: sparse ones would get parts of that mode
+                # Not for all: sparse ones would get parts of that mode.
+                with torch.inference_mode():
                     one.tensor.copy_(value)
             else:
                 into.append(one.tensor)
