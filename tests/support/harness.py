@@ -7,8 +7,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -21,6 +25,26 @@ import torch
 from torch import Tensor, nn
 
 import raydp_parallel
+
+ROOT = Path(__file__).parents[2]
+
+
+class Apply(nn.Module):
+    """Applies a function to itself and its arguments.
+
+    Args:
+        function: Takes the module first.
+        parts: Layers, parameters, buffers and whatever else it has, by their names.
+    """
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
 
 
 class Trio(NamedTuple):
@@ -113,6 +137,38 @@ def tiny_gpt2() -> nn.Module:
     )
     made: nn.Module = transformers.GPT2LMHeadModel(config)
     return made
+
+
+def copied(way: str, value: Any) -> Any:
+    """A copy of a value, out of a pickle or a file, or by ``deepcopy``."""
+    if way == "deepcopy":
+        return copy.deepcopy(value)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(value))
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def printed(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
+    """What a Python process prints on both streams; it must succeed. It has this checkout on its
+    path, and finds no Ray but one that it is told of.
+    """
+    path = filter(None, [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    usual = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=usual | {"PYTHONPATH": os.pathsep.join(path)} | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def raised(call: Callable[[], Any]) -> BaseException:
