@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
 import os
 import pickle
 import weakref
@@ -14,7 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import assert_same_grads, assert_same_state, raised, trio
+from harness import Apply, assert_same_grads, assert_same_state, copied, raised, trio
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -26,15 +24,16 @@ pytestmark = pytest.mark.usefixtures("cluster")
 CPUS = ["cpu", "cpu"]
 
 
-def train(models: tuple[Any, ...], x: Tensor, dense: bool = False) -> list[Tensor]:
-    """One forward and backward of each; their outputs."""
+def train(x: Tensor, ours: Any, *others: Any, **tolerance: Any) -> Tensor:
+    """One forward and backward of each: the others have our outputs and gradients."""
     outs = []
-    for model in models:
+    for model in (ours, *others):
         model.zero_grad()
-        out = model(x)
-        out.abs().square().sum().backward()
-        outs.append(out.detach())
-    return outs
+        outs.append(model(x))
+        outs[-1].abs().square().sum().backward()
+        torch.testing.assert_close(outs[-1], outs[0], **tolerance)
+        assert_same_grads(ours, model, **tolerance)
+    return outs[0].detach()
 
 
 class Report(nn.Module):
@@ -67,14 +66,7 @@ def found(find: Callable[[Any, Tensor], Any], replicas: int = 2) -> list[list[fl
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_R1_every_replica_computes_with_the_master_s_values(replicas: int) -> None:
     """All dtypes at once, 0-dim and empty tensors among them, in as many replicas as there are."""
-
-    ours, theirs, plain = trio(Mixed(), replicas)
-    x = torch.randn(8, 3, dtype=torch.float64)
-    one, other, third = train((ours, theirs, plain), x)
-    torch.testing.assert_close(one, other)
-    torch.testing.assert_close(one, third)
-    assert_same_grads(ours, theirs)
-    assert_same_grads(ours, plain)
+    train(torch.randn(8, 3, dtype=torch.float64), *trio(Mixed(), replicas))
 
 
 class Mixed(nn.Module):
@@ -117,22 +109,15 @@ def test_R2_replicas_have_real_parameters() -> None:
     )
 
 
-class ZeroGrad(nn.Module):
-    """Calls zero_grad in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if getattr(self, "_is_replica", False):
-            self.zero_grad()
-        return x * self.weight
-
-
 def test_R3_zero_grad_in_a_replica_warns_and_leaves_the_master_s_gradients() -> None:
     """As upstream's. The module is no replica afterwards, and was not changed."""
-    ours, theirs, _ = trio(ZeroGrad(), 2)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        if getattr(net, "_is_replica", False):
+            net.zero_grad()
+        return x * net.weight
+
+    ours, theirs, _ = trio(Apply(forward, weight=nn.Parameter(torch.ones(3))), 2)
     sends = ours.executor.stats().state_sends
     for model in (ours, theirs):
         model.module.weight.grad = torch.ones(3)
@@ -234,12 +219,9 @@ def test_R6_in_place_changes_of_chunk_0_persist_and_rebinding_is_lost(replicas: 
     """R5, R6: the master's buffers are those of upstream, step after step."""
     ours, theirs, _ = trio(Traced(), replicas)
     for _ in range(3):
-        x = torch.randn(8, 3)
-        one, other = train((ours, theirs), x)
-        torch.testing.assert_close(one, other)
+        train(torch.randn(8, 3), ours, theirs)
         assert_same_state(ours, theirs)
         torch.testing.assert_close(ours.module.unkept, theirs.module.unkept)
-        assert_same_grads(ours, theirs)
     assert ours.module.rebound.tolist() == [0.0] * 3
     assert ours.module.count.item() == 3
 
@@ -269,35 +251,25 @@ def test_R7_running_stats_come_from_chunk_0(layer: Any, replicas: int) -> None:
     ours, theirs, plain = trio(layer(3, **options), replicas)
     for _ in range(3):
         x = torch.randn(6, 3, 4)
-        one, other = train((ours, theirs), x)
-        torch.testing.assert_close(one, other)
+        train(x, ours, theirs)
         plain(x.chunk(replicas)[0])
         assert_same_state(ours, theirs)
         assert_same_state(ours, plain)
-        assert_same_grads(ours, theirs)
     for model in (ours, theirs):
         model.eval()
     torch.testing.assert_close(ours(x), theirs(x))
     assert_same_state(ours, plain)
 
 
-class Learned(nn.Module):
-    """Buffers that require gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("scale", torch.full((3,), 2.0).requires_grad_())
-        self.register_buffer("unused", torch.ones(3).requires_grad_())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight * self.scale
-
-
 def test_R8_buffers_that_require_grad_get_one() -> None:
     """The sum over replicas, and zeros where unused, as upstream's second broadcast gives."""
-    ours, theirs, _ = trio(Learned(), 2)
-    train((ours, theirs), torch.randn(4, 3))
+    weight = nn.Parameter(torch.ones(3))
+    scale, unused = (nn.Buffer(torch.full((3,), n, requires_grad=True)) for n in (2.0, 1.0))
+    net = Apply(
+        lambda net, x: x * net.weight * net.scale, weight=weight, scale=scale, unused=unused
+    )
+    ours, theirs, _ = trio(net, 2)
+    train(torch.randn(4, 3), ours, theirs)
     for name in ("scale", "unused"):
         torch.testing.assert_close(
             ours.module.get_buffer(name).grad, theirs.module.get_buffer(name).grad
@@ -317,9 +289,7 @@ def test_R9_frozen_parameters_get_nothing() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     net[0].requires_grad_(False)
     ours, theirs, plain = trio(net, 2)
-    train((ours, theirs, plain), torch.randn(4, 3))
-    assert_same_grads(ours, theirs)
-    assert_same_grads(ours, plain)
+    train(torch.randn(4, 3), ours, theirs, plain)
     assert ours.module[0].weight.grad is None
     ours.requires_grad_(False)
     theirs.requires_grad_(False)
@@ -362,9 +332,7 @@ def test_R10_ties_are_kept() -> None:
     ours, theirs, plain = trio(Tied(), 2)
     for _ in range(2):
         x = torch.randn(6, 3)
-        one, other = train((ours, theirs), x)
-        torch.testing.assert_close(one, other)
-        assert_same_grads(ours, theirs)
+        train(x, ours, theirs)
         plain(x[:3])
         assert_same_state(ours, theirs)
         assert_same_state(ours, plain)
@@ -443,11 +411,8 @@ class Indirect(nn.Module):
 def test_R13_lists_of_modules_bound_methods_and_an_instance_s_forward_follow_the_replica() -> None:
     """Upstream leaves them to the master; here they are the replica's own, gradients included."""
     ours, _, plain = trio(Indirect(), 2)
-    x = torch.randn(4, 3)
     for _ in range(2):
-        one, other = train((ours, plain), x)
-        torch.testing.assert_close(one, other)
-        assert_same_grads(ours, plain)
+        train(torch.randn(4, 3), ours, plain)
         for net in (ours.module, plain):
             with torch.no_grad():
                 for p in net.parameters():
@@ -503,26 +468,18 @@ def test_R14_a_class_of_a_script_may_use_what_refuses_pickling() -> None:
     net.load_state_dict(plain.state_dict())
     model = DataParallel(net, CPUS)
     for _ in range(2):
-        one, other = train((model, plain), torch.randn(4, 3))
-        torch.testing.assert_close(one, other)
-        assert_same_grads(model, plain)
+        train(torch.randn(4, 3), model, plain)
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_R14_recurrent_nets(kind: Any) -> None:
     """Flat weights follow the replica, through steps of an optimizer and a change of dtype."""
-    ours, theirs, plain = trio(Recurrent(kind), 2)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ours, theirs, plain)]
-    for i in range(3):
-        x = torch.randn(4, 5, 3)
-        if i == 2:
-            for model in (ours, theirs, plain):
-                model.double()
-            x = x.double()
-        one, other, third = train((ours, theirs, plain), x)
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one, third, rtol=1e-4, atol=1e-5)
-        assert_same_grads(ours, theirs, rtol=1e-4, atol=1e-5)
+    models = trio(Recurrent(kind), 2)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    for dtype in (torch.float, torch.float, torch.double):
+        for model in models:
+            model.to(dtype)
+        train(torch.randn(4, 5, 3, dtype=dtype), *models, rtol=1e-4, atol=1e-5)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -639,11 +596,8 @@ def test_R17_complex_parameters_and_buffers(replicas: int) -> None:
     ours, theirs, plain = trio(Complex(), replicas)
     for _ in range(2):
         x = torch.randn(6, 3, dtype=torch.complex64)
-        one, other = train((ours, theirs), x)
+        assert train(x, ours, theirs).dtype == torch.complex128
         plain(x.chunk(replicas)[0])
-        torch.testing.assert_close(one, other)
-        assert one.dtype == torch.complex128
-        assert_same_grads(ours, theirs)
         assert_same_state(ours, plain)
 
 
@@ -686,15 +640,7 @@ def test_R19_replicas_can_be_pickled_and_copied(detach: bool, again: str) -> Non
     net = nn.Linear(3, 2)
     replica = replicate(net, CPUS, detach)[1]
     replica(torch.ones(2, 3))
-    if again == "deepcopy":
-        other = copy.deepcopy(replica)
-    elif again == "pickle":
-        other = pickle.loads(pickle.dumps(replica))
-    else:
-        file = io.BytesIO()
-        torch.save(replica, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+    other = copied(again, replica)
     x = torch.randn(4, 3)
     before = net(x)
     torch.testing.assert_close(other(x), before, check_stride=False)
@@ -719,10 +665,7 @@ def test_R20_parametrized_modules_work_and_write_back(
     assert "only supported through state_dict" in str(raised(lambda: pickle.dumps(ours.module)))
     before = {name: t.clone() for name, t in ours.module.named_buffers()}
     for i in range(3):
-        x = torch.randn(4, 3)
-        one, other = train((ours, theirs), x)
-        torch.testing.assert_close(one, other)
-        assert_same_grads(ours, theirs)
+        train(torch.randn(4, 3), ours, theirs)
         assert_same_state(ours, theirs)
         with torch.no_grad():
             for p in (*ours.parameters(), *theirs.parameters()):
