@@ -18,7 +18,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from harness import raised, trio
+from harness import Apply, raised, trio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,21 +29,19 @@ pytestmark = pytest.mark.usefixtures("cluster")
 CPUS = ["cpu", "cpu"]
 
 
-class Find(nn.Module):
-    """Gives what a function finds, as one row per row of its input."""
+def finding(find: Callable[[], Any]) -> nn.Module:
+    """A module that gives what a function finds, as one row per row of its input."""
 
-    def __init__(self, find: Callable[[], Any]) -> None:
-        super().__init__()
-        self.find = find
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = torch.tensor([float(value) for value in self.find()], dtype=torch.float32)
+    def forward(_net: nn.Module, x: Tensor) -> Tensor:
+        found = torch.tensor([float(value) for value in find()], dtype=torch.float32)
         return found.expand(len(x), -1).clone()
+
+    return Apply(forward)
 
 
 def found(find: Callable[[], Any], replicas: int = 2) -> list[list[float]]:
     """What each replica finds; all the same, and what the caller finds."""
-    return DataParallel(Find(find), ["cpu"] * replicas)(torch.ones(replicas, 1)).tolist()
+    return DataParallel(finding(find), ["cpu"] * replicas)(torch.ones(replicas, 1)).tolist()
 
 
 # --- A1 to A3: parallel_apply's arguments ---
@@ -76,19 +74,13 @@ def test_A1_empty_lists_raise_index_error() -> None:
         parallel_apply([], [])
 
 
-class Shape(nn.Module):
-    """Tells how it was called."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> str:
-        return repr((args, sorted(kwargs.items())))
-
-
 @pytest.mark.parametrize("one", [(1, 2), [1, 2], (), [], {"a": 1}, None, "text", 5, ((1, 2),)])
 def test_A2_tuples_and_lists_are_positional_and_all_else_is_one_argument(one: Any) -> None:
     """And kwargs go beside."""
+    net = Apply(lambda _net, *args, **kwargs: repr((args, sorted(kwargs.items()))))
     for kwargs in (None, [{}, {"k": 1}]):
-        ours = parallel_apply(replicate(Shape(), CPUS), [one, one], kwargs)
-        assert ours == oracle.parallel_apply(oracle.replicate(Shape(), [0, 1]), [one, one], kwargs)
+        ours = parallel_apply(replicate(net, CPUS), [one, one], kwargs)
+        assert ours == oracle.parallel_apply(oracle.replicate(net, [0, 1]), [one, one], kwargs)
 
 
 @pytest.mark.long
@@ -110,14 +102,10 @@ def test_A3_devices_may_be_left_out() -> None:
 
 def test_A3_without_devices_plain_modules_go_to_the_gpus_in_turn() -> None:
     """A deviation: upstream runs all of them on the current device, which a cluster has not got."""
-    pids = [
-        out.item()
-        for out in parallel_apply([Find(lambda: [os.getpid()])] * 3, [torch.ones(1, 1)] * 3)
-    ]
+    net = finding(lambda: [os.getpid()])
+    pids = [out.item() for out in parallel_apply([net] * 3, [torch.ones(1, 1)] * 3)]
     assert pids[0] == pids[2] != pids[1]
-    assert pids[:2] == [
-        row[0].item() for row in DataParallel(Find(lambda: [os.getpid()]), [0, 1])(torch.ones(2, 1))
-    ]
+    assert pids[:2] == [row[0].item() for row in DataParallel(net, [0, 1])(torch.ones(2, 1))]
 
 
 # --- A4 to A7: exceptions ---
@@ -301,21 +289,10 @@ def test_A7_a_module_that_ends_its_process_gets_a_named_error(
 # --- A8: the caller's state ---
 
 
-class Casts(nn.Module):
-    """Runs what autocast casts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) @ torch.ones(3, 3)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_A8_autocast_travels_with_its_dtype(dtype: torch.dtype) -> None:
     """Upstream drops CUDA's dtype and all of the CPU's; gradients have the master's dtype."""
-    net = Casts()
+    net = Apply(lambda net, x: net.linear(x) @ torch.ones(3, 3), linear=nn.Linear(3, 3))
     model = DataParallel(net, CPUS)
     x = torch.randn(4, 3)
     with torch.autocast("cpu", dtype=dtype):
@@ -529,21 +506,11 @@ class Bad(torch.autograd.Function):
         return grad * float("nan")
 
 
-class UsesBad(nn.Module):
-    """Its gradient is NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Bad.apply(x * self.weight)
-
-
 @pytest.mark.filterwarnings("ignore:Error detected in BadBackward")
 def test_A8_anomaly_mode_holds_in_backward() -> None:
     """It finds the NaN where it arises, inside the replica's graph."""
-    model = DataParallel(UsesBad(), CPUS)
+    net = Apply(lambda net, x: Bad.apply(x * net.weight), weight=nn.Parameter(torch.ones(3)))
+    model = DataParallel(net, CPUS)
     with warnings.catch_warnings(), torch.autograd.detect_anomaly():
         warnings.simplefilter("ignore")
         out = model(torch.ones(4, 3))
@@ -564,7 +531,7 @@ def test_A8_what_upstream_does_not_propagate_is_not_propagated() -> None:
     assert calls == []
     out.sum().backward()
     x = torch.ones(4, 3, requires_grad=True)
-    find = Find(lambda: [torch.ones(1).is_meta])
+    find = finding(lambda: [torch.ones(1).is_meta])
     with torch.device("meta"):
         assert DataParallel(find, CPUS)(x)[:, 0].tolist() == [0.0] * 4
         out = model(x)
@@ -799,61 +766,32 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_A10_a_checkpoint_around_the_wrapper_sees_the_same_masks(reentrant: bool) -> None:
-    """preserve_rng_state puts the caller's generator back, hence the seed, hence the masks."""
-    net = Dropping()
-    model = DataParallel(net, CPUS)
-    x = torch.randn(6, 3, requires_grad=True)
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_A10_a_checkpoint_sees_the_same_masks(where: str, reentrant: bool) -> None:
+    """Around the wrapper preserve_rng_state puts the caller's generator back, hence the seed, hence
+    the masks; inside the module the replica's. Another forward in between does not disturb.
+    """
     results = []
     for wrapped in (False, True):
-        torch.manual_seed(7)
-        net.zero_grad()
-        x.grad = None
-        out = checkpoint(model, x, use_reentrant=reentrant) if wrapped else model(x)
-        torch.rand(5)
-        out.square().sum().backward()
-        results.append(
-            [
-                out.detach(),
-                x.grad.clone(),
-                *(p.grad.clone() for p in net.parameters()),
-                torch.rand(3),
-            ]
-        )
-    assert_equal(*results)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_A10_a_checkpoint_inside_the_module_sees_the_same_masks(reentrant: bool) -> None:
-    """The replica's own generator is put back; another forward in between does not disturb."""
-    results = []
-    for inside in (False, True):
         torch.manual_seed(0)
-        net = Dropping(inside, reentrant)
+        net = Dropping(wrapped and where == "inside", reentrant)
         model = DataParallel(net, CPUS)
         x = torch.randn(6, 3, requires_grad=True)
         torch.manual_seed(7)
-        out = model(x)
+        if wrapped and where == "around":
+            out = checkpoint(model, x, use_reentrant=reentrant)
+        else:
+            out = model(x)
         model(x.detach().requires_grad_())
         out.square().sum().backward()
-        results.append([out.detach(), x.grad, *(p.grad for p in net.parameters())])
+        results.append([out.detach(), x.grad, *(p.grad for p in net.parameters()), torch.rand(3)])
     assert_equal(*results)
-
-
-class OwnGenerator(nn.Module):
-    """Has a generator of its own, with its state in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.rand(len(x), 3, generator=self.generator)
 
 
 def test_A10_a_generator_that_the_module_holds() -> None:
     """It is a plain attribute: each forward starts from the master's, of which edits are seen."""
-    net = OwnGenerator()
+    generator = torch.Generator().manual_seed(4)
+    net = Apply(lambda net, x: torch.rand(len(x), 3, generator=net.generator), generator=generator)
     model = DataParallel(net, CPUS)
     first = model(torch.ones(4, 1))
     expected = torch.rand(2, 3, generator=torch.Generator().manual_seed(4))

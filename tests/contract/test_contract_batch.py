@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import assert_same_grads, raised, same, trio
+from harness import Apply, assert_same_grads, raised, same, trio
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -41,23 +41,16 @@ class Sample:
     name: Any = "sample"
 
 
-class Apply(nn.Module):
-    """Applies a function to its arguments, and has a weight."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+def apply(function: Callable[..., Any]) -> nn.Module:
+    """A module that applies a function, and has a weight."""
+    return Apply(function, weight=nn.Parameter(torch.tensor([1.0, 2.0, 3.0])))
 
 
 def outputs(
     function: Callable[..., Any], *args: Any, replicas: int = 2, dim: int = 0, **kwargs: Any
 ) -> tuple[Any, Any]:
     """What the function gives through our wrapper and through upstream's."""
-    ours, theirs, _ = trio(Apply(function), replicas, dim=dim)
+    ours, theirs, _ = trio(apply(function), replicas, dim=dim)
     return ours(*args, **kwargs), theirs(*args, **kwargs)
 
 
@@ -90,7 +83,7 @@ def test_S2_what_forward_writes_to_its_inputs_stays_in_the_replica() -> None:
     """A deviation: chunk 0 of upstream's is a view of the caller's tensor, ours is a copy; outputs
     are the same.
     """
-    ours, theirs, _ = trio(Apply(write), 2)
+    ours, theirs, _ = trio(apply(write), 2)
     x, y = torch.zeros(4, 1), torch.zeros(4, 1)
     same(ours(x), theirs(y))
     assert x.flatten().tolist() == [0.0] * 4
@@ -100,7 +93,7 @@ def test_S2_what_forward_writes_to_its_inputs_stays_in_the_replica() -> None:
 @pytest.mark.parametrize("leaf", [True, False])
 def test_S2_writing_to_an_input_that_requires_grad_raises(leaf: bool) -> None:
     """RuntimeError from both, about another reason."""
-    for model in trio(Apply(write), 2)[:2]:
+    for model in trio(apply(write), 2)[:2]:
         x = torch.zeros(4, 1, requires_grad=True)
         error = raised(lambda model=model, x=x: model(x if leaf else x * 1))
         assert type(error) is RuntimeError
@@ -126,7 +119,7 @@ def test_S3_replicas_get_plain_tensors_of_the_same_class_and_layout() -> None:
 
 def test_S4_scalar_tensors_reach_every_replica_and_collect_gradients() -> None:
     """As in the plain module, where upstream raises."""
-    ours, theirs, plain = trio(Apply(lambda net, x, scale: x * net.weight * scale), 3)
+    ours, theirs, plain = trio(apply(lambda net, x, scale: x * net.weight * scale), 3)
     grads = []
     for model in (ours, plain):
         scale = torch.tensor(2.0, requires_grad=True)
@@ -147,7 +140,7 @@ def test_S7_S8_replicas_get_containers_of_upstream_s_classes() -> None:
 
     value = Lists([OrderedDict(b=rows(4), a=rows(4)), Pair(rows(4), rows(4) + 1), Lists([rows(4)])])
     same(*outputs(names, value))
-    ours, theirs, _ = trio(Apply(lambda _net, value: value["x"] + len(value["new"])), 2)
+    ours, theirs, _ = trio(apply(lambda _net, value: value["x"] + len(value["new"])), 2)
     same(ours(defaultdict(list, x=rows(4))), rows(4))
     assert isinstance(raised(lambda: theirs(defaultdict(list, x=rows(4)))), TypeError)
 
@@ -155,7 +148,7 @@ def test_S7_S8_replicas_get_containers_of_upstream_s_classes() -> None:
 def test_S9_dataclasses_and_user_dicts_are_split_and_joined() -> None:
     """A deviation: upstream gives each replica all rows of them."""
     ours, theirs, _ = trio(
-        Apply(lambda _net, value: value["x"] if isinstance(value, UserDict) else value.x), 2
+        apply(lambda _net, value: value["x"] if isinstance(value, UserDict) else value.x), 2
     )
     for value in (Sample(rows(4)), UserDict(x=rows(4))):
         same(ours(value), rows(4))
@@ -168,7 +161,7 @@ def test_S9_dataclasses_and_user_dicts_are_split_and_joined() -> None:
 
 def test_S9_where_nothing_can_be_split_rows_come_once_per_replica_with_one_warning() -> None:
     """A list of strings, with upstream's result."""
-    ours, theirs, _ = trio(Apply(lambda _net, texts: torch.ones(len(texts), 2)), 2)
+    ours, theirs, _ = trio(apply(lambda _net, texts: torch.ones(len(texts), 2)), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -185,7 +178,7 @@ def test_S10_objects_among_the_arguments_are_copies() -> None:
         box["seen"].append(len(x))
         return x * len(box["seen"])
 
-    ours, theirs, _ = trio(Apply(append), 2)
+    ours, theirs, _ = trio(apply(append), 2)
     mine: dict[str, Any] = {"seen": [], "x": rows(4)}
     same(ours(rows(4), mine), rows(4))
     assert mine["seen"] == [] and "new" not in mine
@@ -227,7 +220,7 @@ def test_S12_packed_sequences_train_as_in_the_plain_module(replicas: int) -> Non
 @pytest.mark.upstream
 def test_S13_complex_tensors_along_the_last_dimension() -> None:
     """Split and joined there, where upstream trips over the imaginary axis."""
-    ours, theirs, plain = trio(Apply(lambda _net, x: x * 2), 2, dim=-1)
+    ours, theirs, plain = trio(apply(lambda _net, x: x * 2), 2, dim=-1)
     x = torch.complex(rows(4), -rows(4))
     same(ours(x), plain(x))
     assert isinstance(raised(lambda: theirs(x)), RuntimeError)
@@ -261,7 +254,7 @@ def test_K1_K4_keyword_arguments_are_split_as_upstream_s(args: Any, kwargs: Any)
 
 def test_K2_one_row_and_a_flag_are_one_chunk() -> None:
     """Upstream calls a second replica without its input (pytorch#31460)."""
-    ours, theirs, plain = trio(Apply(lambda net, x, flag: net.weight * x if flag else x), 2)
+    ours, theirs, plain = trio(apply(lambda net, x, flag: net.weight * x if flag else x), 2)
     same(ours(rows(1), flag=True), plain(rows(1), flag=True))
     error = raised(lambda: theirs(rows(1), flag=True))
     assert isinstance(error, TypeError) and "replica 1" in str(error)
@@ -282,7 +275,7 @@ def test_G1_outputs_are_joined_along_dim(replicas: int, dim: int) -> None:
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_G2_G11_scalars_become_a_vector_also_beside_batches(replicas: int) -> None:
     """With upstream's warning, once for each scalar; gradients included."""
-    ours, theirs, _ = trio(Apply(lambda net, x: ((x * net.weight).sum(), x * net.weight)), replicas)
+    ours, theirs, _ = trio(apply(lambda net, x: ((x * net.weight).sum(), x * net.weight)), replicas)
     texts = []
     for model in (ours, theirs):
         with warnings.catch_warnings(record=True) as caught:
@@ -298,7 +291,7 @@ def test_G2_G11_scalars_become_a_vector_also_beside_batches(replicas: int) -> No
 
 def test_S6_sizes_that_differ_are_warned_of_once() -> None:
     """Four rows and two: upstream's result, and one warning for each wrapper that names both."""
-    ours, theirs, _ = trio(Apply(lambda _net, pair: pair[0] + pair[1]), 2)
+    ours, theirs, _ = trio(apply(lambda _net, pair: pair[0] + pair[1]), 2)
     pair = (rows(4), rows(2))
     expected = theirs(pair)
     with warnings.catch_warnings(record=True) as caught:
@@ -312,14 +305,14 @@ def test_S6_sizes_that_differ_are_warned_of_once() -> None:
 
 def test_G7_what_is_no_tensor_comes_back_once_per_chunk() -> None:
     """Numbers, strings, dataclasses; upstream raises, or makes text of a map object."""
-    model = DataParallel(Apply(lambda _net, x: (len(x), f"{len(x)} rows", Sample(x, len(x)))), TWO)
+    model = DataParallel(apply(lambda _net, x: (len(x), f"{len(x)} rows", Sample(x, len(x)))), TWO)
     number, text, sample = model(rows(5))
     assert (number, text, sample.name) == ([3, 2], ["3 rows", "2 rows"], [3, 2])
     same(sample.x, rows(5))
     assert isinstance(
-        raised(lambda: oracle.DataParallel(Apply(lambda _net, x: 1), [0, 1])(rows())), TypeError
+        raised(lambda: oracle.DataParallel(apply(lambda _net, x: 1), [0, 1])(rows())), TypeError
     )
-    assert "map object" in oracle.DataParallel(Apply(lambda _net, x: "text"), [0, 1])(rows())
+    assert "map object" in oracle.DataParallel(apply(lambda _net, x: "text"), [0, 1])(rows())
 
 
 @pytest.mark.parametrize(
@@ -328,7 +321,7 @@ def test_G7_what_is_no_tensor_comes_back_once_per_chunk() -> None:
 def test_G9_the_dtype_is_that_of_chunk_0(first: torch.dtype, other: torch.dtype) -> None:
     """What the others return is cast to it, and gradients are cast back."""
     ours, theirs, _ = trio(
-        Apply(lambda net, x: (x * net.weight).to(first if x.min() == 0 else other)), 2
+        apply(lambda net, x: (x * net.weight).to(first if x.min() == 0 else other)), 2
     )
     for model in (ours, theirs):
         out = model(rows(4))
@@ -348,7 +341,7 @@ def test_G12_states_of_an_lstm_are_joined_along_dim() -> None:
 
 def test_G13_a_parameter_as_output_is_repeated() -> None:
     """Once per replica, and its gradients add up."""
-    ours, theirs, _ = trio(Apply(lambda net, _x: net.weight), 3)
+    ours, theirs, _ = trio(apply(lambda net, _x: net.weight), 3)
     for model in (ours, theirs):
         out = model(rows(6))
         assert out.tolist() == [1.0, 2.0, 3.0] * 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
-from harness import Trio, assert_same_grads, assert_same_state, raised, trio
+from harness import Apply, Trio, assert_same_grads, assert_same_state, copied, raised, same, trio
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
@@ -42,26 +41,9 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)).relu()) * self.scale
 
 
-class Scalar(nn.Module):
-    """Returns a 0-dim tensor: a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).mean()
-
-
-class Constant(nn.Module):
-    """Needs no arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.tensor([1.0, 2.0]))
-
-    def forward(self) -> torch.Tensor:
-        return self.value * 2
+def scalar() -> nn.Module:
+    """A module that returns a 0-dim tensor: a loss."""
+    return Apply(lambda net, x: (x * net.weight).mean(), weight=nn.Parameter(torch.ones(4)))
 
 
 class Keywords(nn.Module):
@@ -93,11 +75,9 @@ class FirstFails(nn.Module):
         return rank
 
 
-class Where(nn.Module):
-    """Asks one value whether it is None."""
-
-    def forward(self, value: Any = "absent") -> torch.Tensor:
-        return torch.tensor([float(value is None)])
+def is_none(_net: nn.Module, value: Any = "absent") -> torch.Tensor:
+    """Says whether one value is None."""
+    return torch.tensor([float(value is None)])
 
 
 def batch(rows: int = 6) -> torch.Tensor:
@@ -341,40 +321,24 @@ def test_C11_the_wrapped_module_can_be_swapped() -> None:
 # --- C12, C13 ---
 
 
-def test_C12_deepcopy() -> None:
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_C12_copies(way: str, ran: bool) -> None:
     """A copy has a module of its own and the same ids, and both run, before and after a forward."""
-    model = DataParallel(Net(), TWO, dim=0)
-    for copied in (copy.deepcopy(model), model(batch()) is not None and copy.deepcopy(model)):
-        assert type(copied) is DataParallel
-        assert (copied.device_ids, copied.dim, copied.output_device) == (
-            TWO,
-            0,
-            model.output_device,
-        )
-        assert copied.module is not model.module
-        with torch.no_grad():
-            copied.module.last.weight.zero_()
-            copied.module.last.bias.fill_(5)
-        assert copied(batch()).eq(5).all()
-        assert not model(batch()).eq(5).any()
-
-
-@pytest.mark.parametrize("way", ["pickle", "torch.save"])
-def test_C12_pickle(way: str) -> None:
-    """A wrapper survives pickle and torch.save, and runs afterwards, also when it ran before."""
     model = DataParallel(Net(), TWO, dim=0, options=Options(unused_grads="none"))
-    model(batch())
-    if way == "pickle":
-        again = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        again = torch.load(file, weights_only=False)
-    assert again.module is not model.module
+    if ran:
+        model(batch())
+    again = copied(way, model)
+    assert type(again) is DataParallel and again.module is not model.module
     assert (again.device_ids, again.dim) == (TWO, 0)
+    assert again.output_device == model.output_device
     assert_same_state(again, model)
     assert torch.equal(again(batch()), model(batch()))
+    with torch.no_grad():
+        again.module.last.weight.zero_()
+        again.module.last.bias.fill_(5)
+    assert again(batch()).eq(5).all()
+    assert not model(batch()).eq(5).any()
 
 
 def test_C13_modules_with_computed_weights() -> None:
@@ -597,7 +561,8 @@ def test_F3_as_many_replicas_as_chunks(rows: int, ran: list[int]) -> None:
 
 def test_F4_no_arguments() -> None:
     """Exactly one replica runs, on the first device; gradients are its alone."""
-    three = trio(Constant(), 3)
+    value = nn.Parameter(torch.tensor([1.0, 2.0]))
+    three = trio(Apply(lambda net: net.value * 2, value=value), 3)
     three.ours()
     before = calls(three.ours)
     out = same_outputs(three)
@@ -611,7 +576,7 @@ def test_F4_no_arguments() -> None:
 
 def test_F4_is_still_gathered() -> None:
     """There is one output to gather."""
-    model = DataParallel(Where(), TWO)
+    model = DataParallel(Apply(is_none), TWO)
     gathered = []
     model.gather = lambda outputs, device: gathered.append(len(outputs))  # type: ignore[method-assign]
     model()
@@ -623,7 +588,7 @@ def test_F4_is_still_gathered() -> None:
 
 def test_F6_one_chunk_is_gathered() -> None:
     """One row on two devices: a scalar becomes a vector of one, with upstream's warning."""
-    three = trio(Scalar(), 2)
+    three = trio(scalar(), 2)
     with pytest.warns(UserWarning, match="all input tensors were scalars") as caught:
         ours = three.ours(torch.ones(1, 4))
     assert caught[0].filename == __file__
@@ -699,18 +664,15 @@ def test_F8_functional_form(count: int, rows: int) -> None:
 )
 def test_F8_what_counts_as_one_argument(inputs: Any) -> None:
     """A tensor, list or dict is one argument; a tuple is all of them."""
-    ours, theirs = (
-        data_parallel(First(), inputs, TWO),
-        oracle.data_parallel(First(), inputs, [0, 1]),
-    )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    ours = data_parallel(nn.Identity(), inputs, TWO)
+    same(ours, oracle.data_parallel(nn.Identity(), inputs, [0, 1]))
 
 
 def test_F8_none_is_no_argument_and_a_tuple_of_none_is_one() -> None:
     """``None`` runs one replica without arguments; ``(None,)`` gives None to every replica."""
     for inputs, expected in ((None, [0.0]), ((), [0.0]), ((None,), [1.0, 1.0])):
-        assert data_parallel(Where(), inputs, TWO).tolist() == expected
-        assert oracle.data_parallel(Where(), inputs, [0, 1]).tolist() == expected
+        assert data_parallel(Apply(is_none), inputs, TWO).tolist() == expected
+        assert oracle.data_parallel(Apply(is_none), inputs, [0, 1]).tolist() == expected
 
 
 def test_F8_keyword_arguments_dim_and_defaults() -> None:
@@ -731,7 +693,7 @@ def test_F8_no_grad_and_single_device() -> None:
     """No graph under no_grad; one device: the raw output."""
     with torch.no_grad():
         assert not data_parallel(Net().eval(), batch(), TWO).requires_grad
-    assert data_parallel(Scalar(), torch.ones(4, 4), ["cpu"]).dim() == 0
+    assert data_parallel(scalar(), torch.ones(4, 4), ["cpu"]).dim() == 0
 
 
 def test_F8_repeated_calls_send_nothing() -> None:
@@ -743,15 +705,6 @@ def test_F8_repeated_calls_send_nothing() -> None:
     for _ in range(3):
         data_parallel(net, batch(), TWO)
     assert model.executor.stats().state_sends == before
-
-
-class First(nn.Module):
-    """The first tensor of whatever it is given."""
-
-    def forward(self, value: Any) -> torch.Tensor:
-        value = next(iter(value.values())) if isinstance(value, dict) else value
-        value = value[0] if isinstance(value, list) else value
-        return value * 2
 
 
 # --- F9 ---
@@ -773,7 +726,7 @@ def test_F9_empty_batch(count: int) -> None:
 
 def test_F9_empty_batch_of_a_scalar_loss() -> None:
     """The loss of each empty chunk is NaN, one per device, as upstream."""
-    three = trio(Scalar(), 2)
+    three = trio(scalar(), 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours, theirs = three.ours(torch.empty(0, 4)), three.theirs(torch.empty(0, 4))
