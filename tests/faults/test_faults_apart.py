@@ -10,18 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ended
+from harness import ROOT, ended, printed
 
 pytestmark = pytest.mark.long
-TESTS = Path(__file__).parents[1]
-HERE = TESTS / "support"
-"""In a name space of its own, so that no other program's memory is touched."""
 
 
 def environment() -> dict[str, str]:
-    """What the scripts start with: a Ray of their own, this checkout."""
+    """What the programs start with: a Ray of their own, this checkout."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return {**env, "PYTHONPATH": os.pathsep.join(map(str, (HERE, TESTS.parent)))}
+    return {**env, "PYTHONPATH": str(ROOT)}
 
 
 DRIVER = """
@@ -55,13 +52,9 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
 
 def test_a_cluster_that_is_left_during_a_call(tmp_path: Path) -> None:
     """A clear error, and the next use starts a new one."""
-    command = [sys.executable, str(HERE / "left_script.py"), str(tmp_path)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
-    )
+    said = printed("tests/support/left_script.py", str(tmp_path))
     text = "ClusterError the Ray cluster was left while replicas ran; the next use starts anew"
-    assert text in done.stdout, done.stdout + done.stderr
-    assert "the next use works: [6.0]" in done.stdout, done.stdout + done.stderr
+    assert text in said and "the next use works: [6.0]" in said, said
 
 
 HEADLESS = """

@@ -10,13 +10,12 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from harness import printed
 from torch import Tensor, nn
 
 import raydp_parallel
@@ -181,11 +180,6 @@ def test_a_child_of_a_process_that_has_no_replicas_yet() -> None:
     """As of a server that loads its program before it forks workers: each starts its own. One that
     is forked later ends as it wants to.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-c", OWN], capture_output=True, text=True, timeout=300, env=environment
-    )
-    lines = [
-        line for line in done.stdout.splitlines() if re.match("child|status|parent|late", line)
-    ]
-    assert lines == ["child True", "status 0", "parent 4", "late 3"], done.stderr
+    said = printed("-c", OWN)
+    lines = re.findall("^(?:child|status|parent|late) .*$", said, re.MULTILINE)
+    assert lines == ["child True", "status 0", "parent 4", "late 3"], said

@@ -10,8 +10,7 @@ import gc
 import json
 import os
 import pickle
-import subprocess
-import sys
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from harness import assert_same_grads, ended
+from harness import assert_same_grads, ended, printed
 from torch import nn
 
 import raydp_parallel
@@ -38,7 +37,6 @@ from raydp_parallel.monitoring.stats import ReplicaInfo
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
-ROOT = Path(__file__).parents[2]
 
 on_cluster = pytest.mark.usefixtures("cluster")
 
@@ -290,31 +288,20 @@ def script(code: str, running: str | None = None, **environment: str) -> dict[st
 
     It finds no Ray but one that is ``running`` at an address, as `ray start` notes it down.
     """
-    apart = ("RAY_ADDRESS", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
-    env = {name: value for name, value in os.environ.items() if name not in apart} | environment
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     code = f"{_PREAMBLE}\n{code}\nprint('FOUND', json.dumps(found))"
     # A short name: Ray's sockets in it have long ones.
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:
         if running is not None:
             Path(folder, "ray").mkdir()
             Path(folder, "ray", "ray_current_cluster").write_text(running)
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=env | {"RAY_TMPDIR": folder, "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
-        )
-    assert done.returncode == 0, done.stdout
-    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))  # type: ignore[no-any-return]
+        apart = {"RAY_TMPDIR": folder, "CUDA_VISIBLE_DEVICES": ""}
+        said = printed("-c", code, **apart, **environment)
+    return json.loads(re.findall("^FOUND (.*)$", said, re.MULTILINE)[-1])  # type: ignore[no-any-return]
 
 
 _PREAMBLE = """
 import json, os
+os.environ.pop("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", None)
 import ray, torch
 from torch import nn
 import raydp_parallel

@@ -4,40 +4,22 @@ sockets with it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
+from harness import printed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-TESTS = Path(__file__).parents[1]
-HERE = TESTS / "support"
-
-
-def run(script: str, *arguments: str) -> str:
-    """What a script prints that has a cluster of its own."""
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    env["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, TESTS.parent)))
-    # A folder of its own: Ray writes there which cluster others are to join. A short one: it has
-    # sockets in it.
-    with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        env["RAY_TMPDIR"] = folder
-        command = [sys.executable, str(HERE / script), *arguments]
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=600, check=False
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_several_nodes() -> None:
     """Two and three nodes, code that only the driver has, nodes that come, go, die and
     drain.
     """
-    printed = run("cluster_script.py")
+    # A folder of its own: Ray writes there which cluster others are to join. A short one: it has
+    # sockets in it.
+    with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        said = printed("tests/support/cluster_script.py", RAY_TMPDIR=folder)
     for line in (
         "two nodes train as one process does, a package that only the driver has",
         "PlacementError asked for 3 GPU and 0 CPU replicas (each GPU replica with 1 GPU); "
@@ -49,4 +31,4 @@ def test_several_nodes() -> None:
         "replicas join and leave, and training gives the same",
         "replicas go where Options say, two on one GPU",
     ):
-        assert line in printed, printed
+        assert line in said, said

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from harness import printed
 
 from raydp_parallel import DataParallel
 
@@ -89,17 +90,8 @@ def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path)
         (folder / "inner" / "net.py").write_text(text)
     (tmp_path / "exp" / "train.py").write_text(SCRIPT)
     address = ray.get_runtime_context().gcs_address
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "exp/train.py", address],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    lines = [line for line in done.stdout.splitlines() if "(raylet)" not in line]
-    assert lines == ["[3.0] [3.0]"] * 2, done.stderr
+    said = printed("exp/train.py", address, cwd=tmp_path)
+    assert re.findall(r"^\[[\d., ]*\] \[.*$", said, re.MULTILINE) == ["[3.0] [3.0]"] * 2, said
 
 
 @pytest.mark.usefixtures("cluster")

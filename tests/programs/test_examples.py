@@ -4,41 +4,23 @@ it says.
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import ray
+from harness import ROOT, printed
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(*arguments: str, **environment: str) -> str:
-    """What a Python process prints on both streams, line by line; it must succeed. It joins the
-    suite's cluster.
-    """
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    """What a Python process prints that joins the suite's cluster."""
     cluster = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=buffered | {"PYTHONPATH": path} | cluster | environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return printed(*arguments, **cluster | environment)
 
 
 def example(name: str, devices: str) -> str:

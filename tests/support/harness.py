@@ -156,7 +156,8 @@ def printed(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
     path, and finds no Ray but one that it is told of.
     """
     path = filter(None, [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-    usual = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    left_out = "RAY_ADDRESS", "PYTHONUNBUFFERED"  # so that lines are written whole
+    usual = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

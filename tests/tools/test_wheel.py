@@ -5,21 +5,17 @@ and used.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import ray
+from harness import ROOT, printed
 
 pytestmark = pytest.mark.long
-
-ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import torch
@@ -31,22 +27,6 @@ model(torch.ones(4, 3)).sum().backward()
 where = {info.pid for info in model.executor.replicas()}
 print(raydp_parallel.__file__, len(where), model.module.bias.grad.item())
 """
-
-
-def call(command: list[str], folder: Path, **environment: str) -> str:
-    """What a command prints; it must succeed."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 LEFT_OUT = (
@@ -64,7 +44,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    call([sys.executable, "-c", MAKE_SDIST, str(folder)], source)
+    printed("-c", MAKE_SDIST, str(folder), cwd=source, PYTHONPATH="")
     shutil.rmtree(source / "raydp_parallel.egg-info")
     (made,) = folder.glob("*.tar.gz")
     with tarfile.open(made) as archive:
@@ -77,7 +57,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the sdist."""
     folder = tmp_path_factory.mktemp("wheel")
     build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    call([sys.executable, "-m", "pip", *build, str(sdist)], folder)
+    printed("-m", "pip", *build, str(sdist), cwd=folder, PYTHONPATH="")
     (made,) = folder.glob("*.whl")
     return made
 
@@ -92,10 +72,11 @@ def test_the_sdist_is_the_checkout_and_runs_its_tests(sdist: Path) -> None:
     made = {name for name in files(sdist) if ".egg-info/" not in name}
     assert made == files(sdist.parent / "source") | {"PKG-INFO", "setup.cfg"}
     here = {"PYTHONPATH": str(sdist), "PYTHONDONTWRITEBYTECODE": "1"}
-    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    found = call([*pytest_, "--collect-only", "--long"], sdist, **here)
+    pytest_ = "-m", "pytest", "-q", "-p", "no:cacheprovider"
+    found = printed(*pytest_, "--collect-only", "--long", cwd=sdist, **here)
     assert re.search(r"[1-9]\d{3,}(?:/\d+)? tests collected", found)
-    assert " passed" in call([*pytest_, "tests/test_batch.py", "-k", "gather"], sdist, **here)
+    batch = "tests/test_batch.py", "-k", "gather"
+    assert " passed" in printed(*pytest_, *batch, cwd=sdist, **here)
 
 
 def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
@@ -115,9 +96,9 @@ def test_it_runs_where_the_checkout_is_not(wheel: Path, tmp_path: Path) -> None:
     """Driver and replicas use what was installed, and so does the command."""
     site = tmp_path / "site"
     install = ["install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
-    call([sys.executable, "-m", "pip", *install], tmp_path)
+    printed("-m", "pip", *install, cwd=tmp_path, PYTHONPATH="")
     there = {"PYTHONPATH": str(site), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    printed = call([sys.executable, "-c", PROGRAM], tmp_path, **there)
-    assert f"{site}/raydp_parallel/__init__.py 2 4.0" in printed
+    said = printed("-c", PROGRAM, cwd=tmp_path, **there)
+    assert f"{site}/raydp_parallel/__init__.py 2 4.0" in said
     command = str(site / "bin" / "raydp-parallel")
-    assert json.loads(call([command, "grafana"], tmp_path, **there))["panels"]
+    assert json.loads(printed(command, "grafana", cwd=tmp_path, **there))["panels"]
