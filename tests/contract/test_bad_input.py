@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import raised
+from harness import Apply, raised
 from torch import nn
 
 from raydp_parallel import (
@@ -179,6 +176,14 @@ def test_more_gpus_than_are_free() -> None:
 # --- modules ---
 
 
+def assert_names(error: BaseException, path: list[str]) -> None:
+    """It is the error of what cannot travel, and names the parts of its path in order."""
+    assert isinstance(error, TransferError) and isinstance(error, TypeError)
+    at = 0
+    for part in path:
+        at = str(error).index(part, at) + len(part)
+
+
 @pytest.mark.parametrize("where", ["attribute", "config", "submodule", "buffer dict"])
 def test_unpicklable_module(where: str) -> None:
     """A TypeError that names the path to what cannot travel; without it the same wrapper works."""
@@ -198,10 +203,7 @@ def test_unpicklable_module(where: str) -> None:
         "submodule": ["module", "1", "thing"],
         "buffer dict": ["module", "thing", "key", "[1]"],
     }[where]
-    assert isinstance(error, TransferError) and isinstance(error, TypeError)
-    at = 0
-    for part in path:
-        at = str(error).index(part, at) + len(part)
+    assert_names(error, path)
     assert "generator" in str(error)
     del owner.thing
     assert model(torch.ones(2, 4)).shape == (2, 2)
@@ -227,10 +229,7 @@ def test_unpicklable_input(call: Callable[[Any], Any], path: list[str]) -> None:
     """A TypeError that names the path to the argument (row S11)."""
     model = DataParallel(nn.Identity(), TWO)
     error = raised(lambda: call(model))
-    assert isinstance(error, TransferError) and isinstance(error, TypeError)
-    at = 0
-    for part in path:
-        at = str(error).index(part, at) + len(part)
+    assert_names(error, path)
     assert torch.equal(model(torch.ones(2, 4)), torch.ones(2, 4))
 
 
@@ -285,13 +284,6 @@ def test_what_only_a_replica_cannot_load() -> None:
     assert type(error) is LookupError and "elsewhere" in str(error)
 
 
-class Adds(nn.Module):
-    """Takes two arguments."""
-
-    def forward(self, x: torch.Tensor, y: Any, z: Any = 0) -> torch.Tensor:
-        return x + y + z
-
-
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
@@ -302,49 +294,13 @@ class Adds(nn.Module):
 )
 def test_arguments_of_different_batch_size(sizes: Any, words: list[str]) -> None:
     """No row is lost in silence: the arguments and their sizes are named (rows S6, K2, K3)."""
-    model = DataParallel(Adds(), THREE)
-    x, y, named = (
-        torch.ones(sizes[0]),
-        torch.ones(sizes[1]),
-        {k: torch.ones(v) for k, v in sizes[2].items()},
-    )
-    error = raised(lambda: model(x, y, **named))
+    model = DataParallel(Apply(lambda _net, x, y, z=0: x + y + z), THREE)
+    first, second, named = sizes
+    z = {name: torch.ones(size) for name, size in named.items()}
+    error = raised(lambda: model(torch.ones(first), torch.ones(second), **z))
     assert isinstance(error, ValueError) and not isinstance(error, ParallelError)
     assert all(word in str(error) for word in words), error
     assert model(torch.ones(6), torch.ones(6), z=1).tolist() == [3.0] * 6
-
-
-# --- ends of processes ---
-
-
-class Waits(nn.Module):
-    """Says that it began, and waits for a file."""
-
-    def forward(self, rank: torch.Tensor, begun: str, until: str) -> torch.Tensor:
-        if rank[0] == 1:
-            Path(begun).touch()
-            while not Path(until).exists():
-                time.sleep(0.005)
-        return rank * 2
-
-
-def test_ctrl_c_while_replicas_run(tmp_path: Path) -> None:
-    """KeyboardInterrupt comes through at once; what the replicas answer later is dropped."""
-    begun, until = tmp_path / "begun", tmp_path / "until"
-    model = DataParallel(Waits(), TWO)
-
-    def press() -> None:
-        while not begun.exists():
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    presser = threading.Thread(target=press)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.arange(2.0), str(begun), str(until))
-    presser.join()
-    until.touch()
-    assert model(torch.arange(2.0), str(begun), str(until)).tolist() == [0.0, 2.0]
 
 
 # --- outputs ---

@@ -328,7 +328,7 @@ def test_T7_a_death_changes_no_bit(killable: Executor, tmp_path: Path, moment: s
     def loss(model: DataParallel[Any], number: int) -> Tensor:
         return model(ChunkRefs(put(rows(2, number), 4, 4))).square().mean()
 
-    assert survives(killable, tmp_path, moment, loss)
+    assert survives(killable, tmp_path, {2: [moment]}, loss)
 
 
 def test_T7_the_bytes_that_pass_through_the_driver(executors: Any) -> None:

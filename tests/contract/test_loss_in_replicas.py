@@ -581,4 +581,4 @@ def test_T6_a_death_changes_no_bit(killable: Executor, tmp_path: Path, moment: s
         found: Tensor = model.with_loss(Loss(tmp_path), reduction="mean")(rows(2, number), targets)
         return found
 
-    assert survives(killable, tmp_path, moment, loss)
+    assert survives(killable, tmp_path, {2: [moment]}, loss)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ended, kill, limited, raised
-from mortal import Everything, Mortal, arm, armed, fate, rows, same, state, train, whole
+from mortal import Everything, Mortal, arm, fate, rows, same, state, survives, whole
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, GraphLost, ReplicaDied, StateChanged
@@ -51,26 +51,29 @@ PLAN: dict[int, Sequence[str]] = {
 
 
 @pytest.mark.parametrize(
-    ("chunks", "how", "plan"),
+    ("chunks", "twice", "plan"),
     [
-        (2, {"twice": True}, {0: ["forward 1"], 2: ["backward 0"]}),
-        pytest.param(2, {"twice": True}, PLAN, marks=pytest.mark.long),
-        pytest.param(3, {"checkpointed": True}, PLAN, marks=pytest.mark.long),
+        (2, True, {0: ["forward 1"], 2: ["backward 0"]}),
+        pytest.param(2, True, PLAN, marks=pytest.mark.long),
+        pytest.param(3, False, PLAN, marks=pytest.mark.long),
     ],
     ids=str,
 )
 def test_training_ends_with_the_same_bits(
-    chunks: int, how: dict[str, Any], plan: Any, executors: Any, tmp_path: Path
+    chunks: int, twice: bool, plan: Any, executors: Any, tmp_path: Path
 ) -> None:
     """Deaths in forward and backward, of chunk 0 and of others, in a replay: losses, state and
-    generator are equal.
+    generator are equal; with two forwards before one backward, or with a checkpoint.
     """
+
+    def loss(model: DataParallel[Any], number: int) -> Tensor:
+        x = rows(chunks, number)
+        first: Tensor = model(x).square().mean()
+        return first + model(x).abs().mean() if twice else first
+
     executor = executors(chunks, name="killable")
-    expected = train(executor, tmp_path, 5, {}, **how)
     count = Count(executor)
-    found = train(executor, tmp_path, 5, plan, **how)
-    assert armed(tmp_path) == []
-    assert same(found, expected)
+    assert survives(executor, tmp_path, plan, loss, Everything(checkpointed=not twice))
     assert count()[0] == sum(map(len, plan.values()))
 
 
@@ -336,7 +339,7 @@ def test_ctrl_c_before_a_request_is_sent(
 
 
 class Slow(nn.Module):
-    """Takes its time in a replay, and in backward."""
+    """Takes its time in forward, or in backward."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -359,13 +362,15 @@ class Slow(nn.Module):
                 time.sleep(0.005)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("phase", ["replay", "backward"])
-def test_ctrl_c_in_a_replay_and_in_backward(phase: str, killable: Executor, tmp_path: Path) -> None:
-    """It comes through at once, what is answered later is dropped, and no graph is left
-    behind.
+LATER = [pytest.param(phase, marks=pytest.mark.long) for phase in ("replay", "backward")]
+
+
+@pytest.mark.parametrize("phase", ["forward", *LATER])
+def test_ctrl_c_while_replicas_run(phase: str, killable: Executor, tmp_path: Path) -> None:
+    """It comes through at once, what is answered later is dropped, no graph is left behind, and no
+    replica ends.
     """
-    model = DataParallel(Slow(tmp_path), executor=killable)
+    model, count = DataParallel(Slow(tmp_path), executor=killable), Count(killable)
     x = torch.tensor([2.0, 1.0])
     if phase == "replay":
         arm(tmp_path, "forward 1")
@@ -386,3 +391,4 @@ def test_ctrl_c_in_a_replay_and_in_backward(phase: str, killable: Executor, tmp_
     model(x).sum().backward()
     assert model.module.weight.grad is not None and model.module.weight.grad.item() == 3
     assert [held for _, held in whole(killable).flush()] == [0, 0]
+    assert count()[0] == (phase == "replay")  # the death that it is of

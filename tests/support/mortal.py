@@ -4,6 +4,7 @@ with an undisturbed run.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -117,44 +118,34 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     )
 
 
-def step(model: Any, optimizer: Any, x: Tensor, twice: bool = False) -> Tensor:
-    """One training step; if asked for with two forwards before one backward."""
+def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+    """One training step."""
     optimizer.zero_grad()
     loss = model(x).square().mean()
-    if twice:
-        loss = loss + model(x).abs().mean()
     loss.backward()
     optimizer.step()
     return loss.detach()
 
 
-def train(
-    executor: Executor, folder: Path, steps: int, plan: dict[int, Sequence[str]], **how: Any
-) -> list[Tensor]:
-    """Train, arming ``plan[step]`` before each step. The losses and the final state."""
-    torch.manual_seed(7)
-    chunks, twice = len(executor.device_ids), how.pop("twice", False)
-    model = DataParallel(Mortal(Everything(**how), folder), executor=executor)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    losses = []
-    for number in range(steps):
-        arm(folder, *plan.get(number, ()))
-        losses.append(step(model, optimizer, rows(chunks, number), twice))
-    return [*losses, *state(model)]
-
-
 def survives(
-    executor: Executor, folder: Path, moment: str, loss: Callable[[DataParallel[Any], int], Tensor]
+    executor: Executor,
+    folder: Path,
+    plan: dict[int, Sequence[str]],
+    loss: Callable[[DataParallel[Any], int], Tensor],
+    net: nn.Module | None = None,
 ) -> bool:
-    """Whether training in which a process dies in the third step gives the bits of another."""
+    """Whether training in which processes die gives the bits of another: ``plan[step]`` is armed
+    before each step.
+    """
     results = []
-    for moments in ((), (moment,)):
+    for planned in ({}, plan):
         torch.manual_seed(2)
-        model = DataParallel(Mortal(Everything(), folder), executor=executor)
+        body = Everything() if net is None else copy.deepcopy(net)
+        model = DataParallel(Mortal(body, folder), executor=executor)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         losses = []
-        for number in range(4):
-            arm(folder, *(moments if number == 2 else ()))
+        for number in range(5):
+            arm(folder, *planned.get(number, ()))
             optimizer.zero_grad()
             value = loss(model, number)
             value.backward()
