@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Apply
 from torch import Tensor, nn
 
 import raydp_parallel
@@ -40,21 +41,10 @@ class Remembers(nn.Module):
         return out
 
 
-class Heads(nn.Module):
-    """Uses one of two heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        out: Tensor = self.heads[head](x)
-        return out
-
-
 def test_B3_hooks_of_parameters_that_are_not_used_are_not_called() -> None:
     """As in the plain module. Torch would call them with None."""
-    net = Heads()
+    heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    net = Apply(lambda net, x, number: net.heads[number](x), heads=heads)
     options = raydp_parallel.Options(unused_grads="none")
     plain = copy.deepcopy(net)
     model = raydp_parallel.DataParallel(net, ["cpu", "cpu"], options=options)
@@ -72,14 +62,6 @@ def test_B3_hooks_of_parameters_that_are_not_used_are_not_called() -> None:
     assert sorted(seen[net]) == sorted(seen[plain]) and len(seen[net]) == 6
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_F6_with_two_devices_it_is_lost() -> None:
-    """Also when there is one chunk only."""
-    wrapper = raydp_parallel.DataParallel(Remembers(), ["cpu", "cpu"])
-    wrapper(torch.ones(1, 3))
-    assert wrapper.module.calls == 0 and wrapper.module.history == []
-    assert not hasattr(wrapper.module, "penalty")
 
 
 def test_F5_in_place_is_the_module_s_own_call() -> None:
@@ -118,9 +100,13 @@ def test_X7_no_sync_is_a_null_context(two: raydp_parallel.Executor) -> None:
     torch.testing.assert_close(net.weight.grad, plain.weight.grad)
 
 
-def test_F5_with_an_executor_it_is_a_replica(two: raydp_parallel.Executor) -> None:
-    """In another process, with what forward sets lost and outputs gathered."""
+@pytest.mark.parametrize(("ids", "rows"), [(["cpu", "cpu"], 1), (["cpu"], 4)])
+def test_F5_F6_what_a_replica_sets_is_lost(
+    ids: list[str], rows: int, two: raydp_parallel.Executor
+) -> None:
+    """With two devices also when there is one chunk only; one device is a replica if it has an
+    executor.
+    """
     net = Remembers()
-    model = raydp_parallel.DataParallel(net, ["cpu"], executor=two)
-    model(torch.ones(4, 3))
+    raydp_parallel.DataParallel(net, ids, executor=two)(torch.ones(rows, 3))
     assert net.calls == 0 and net.history == [] and not hasattr(net, "penalty")
