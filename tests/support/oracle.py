@@ -43,20 +43,14 @@ def _broadcast_coalesced(
 def _scatter(
     tensor: torch.Tensor,
     devices: Sequence[int],
-    sizes: Sequence[int] | None,
+    _sizes: None,
     dim: int,
     _streams: Any,
 ) -> list[torch.Tensor]:
     """A view for the first device, copies for the others."""
     if not devices:
         raise RuntimeError("Expected at least one device to scatter to")
-    if sizes is not None and len(sizes) != len(devices):
-        raise RuntimeError("Expected devices and chunk_sizes to be of same length")
-    chunks = (
-        tensor.chunk(len(devices), dim)
-        if sizes is None
-        else tensor.split_with_sizes(list(sizes), dim)
-    )
+    chunks = tensor.chunk(len(devices), dim)
     return [chunk.clone() if index else chunk for index, chunk in enumerate(chunks)]
 
 
@@ -75,9 +69,6 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, _destination: int) -> tor
 
 
 def _reduce_add(inputs: Sequence[torch.Tensor], _destination: int | None = None) -> torch.Tensor:
-    for index, tensor in enumerate(inputs):
-        if tensor.size() != inputs[0].size():
-            raise ValueError(f"input {index} has invalid size")
     if len(inputs) == 1:
         return inputs[0]
     total = inputs[0] + inputs[1]
