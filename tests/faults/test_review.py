@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from harness import Apply
+from torch import nn
 
 from raydp_parallel import DataParallel, TransferError
 
@@ -16,20 +17,10 @@ pytestmark = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
 
 
-class Scales(nn.Module):
-    """Takes its own parameter as an argument too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return x * self.scale * scale
-
-
 def test_a_parameter_that_is_an_input_too() -> None:
     """It stands twice among a chunk's leaves; one gradient was lost."""
-    net, x = Scales(), torch.arange(4.0)
+    scale = nn.Parameter(torch.tensor(2.0))
+    net, x = Apply(lambda net, x, scale: x * net.scale * scale, scale=scale), torch.arange(4.0)
     DataParallel(net, TWO)(x, net.scale).sum().backward()
     ours = net.scale.grad.clone()
     net.scale.grad = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same_grads, assert_same_state, raised
+from harness import Apply, assert_same_grads, assert_same_state, raised
 from mortal import arm, armed, fate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -189,22 +189,12 @@ def test_X3_an_error_of_one_chunk_is_raised(two: Executor) -> None:
         model(torch.zeros(1, 3))
 
 
-class Unlike(nn.Module):
-    """Runs another number of batch norms in each chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) if int(x[0, 0]) else x
-
-
 def test_X3_chunks_that_differ_do_not_wait_for_each_other(two: Executor) -> None:
     """The error names the chunks that have ended and those that wait; it comes once one of them has
     ended, whatever a replica's patience is.
     """
-    model = DataParallel(convert_sync_batchnorm(Unlike()), executor=two)
+    net = Apply(lambda net, x: net.norm(x) if int(x[0, 0]) else x, norm=nn.BatchNorm1d(3))
+    model = DataParallel(convert_sync_batchnorm(net), executor=two)
     error = raised(lambda: model(torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2)))
     assert isinstance(error, RuntimeError) and "chunks run different layers" in str(error), error
     assert model(torch.tensor([[1.0] * 3] * 4)).shape == (4, 3)

@@ -15,7 +15,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import assert_same_grads, same, tiny_gpt2, trio
+from harness import Apply, assert_same_grads, same, tiny_gpt2, trio
 from torch import nn
 
 import raydp_parallel
@@ -170,15 +170,9 @@ def by_threads(replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
     return results
 
 
-class WeightedLoss(nn.Module):
+def weighted_loss(net: Any, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A criterion with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-
-    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(out * self.weight, target)
+    return nn.functional.cross_entropy(out * net.weight, target)
 
 
 @pytest.mark.parametrize("how", ["threads", "parallel_apply"])
@@ -191,7 +185,8 @@ def test_encoding_parallel_loss(how: str) -> None:
             apply = raydp_parallel.parallel_apply if name == "ours" else oracle.parallel_apply
         torch.manual_seed(2)
         model = ungathered(base)(net(), ids)
-        criterion = parallel_criterion(base, apply)(WeightedLoss(), ids)
+        loss_net = Apply(weighted_loss, weight=nn.Parameter(torch.tensor([1.0, 2.0, 3.0])))
+        criterion = parallel_criterion(base, apply)(loss_net, ids)
         x, y = data(8)
         outputs = model(x)
         loss = criterion(outputs, y)
