@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import assert_same_state, trio
+from harness import Apply, assert_same_state, trio
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -1084,20 +1084,8 @@ REFUSING: dict[str, Callable[[], nn.Module]] = {
         parametrizations.weight_norm(nn.Linear(3, 2))
     ),
     "parametrized lstm": lambda: Recurrent(),
-    "lambda": lambda: Lambda(lambda x: x * 2),
+    "lambda": lambda: Apply(lambda net, x: x * 2 * net.weight, weight=nn.Parameter(torch.ones(3))),
 }
-
-
-class Lambda(nn.Module):
-    """Holds a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x) * self.weight
 
 
 class Recurrent(nn.Module):
