@@ -34,8 +34,8 @@ from benchmarks.nets import RowLosses, perceptron, resnet50
 
 REAL = torch.cuda.is_available()
 STEPS, WARM = (20, 4) if REAL else (2, 1)
-HOWS = ("evaluated", "smaller", "streamed") if REAL else ("evaluated", "smaller")
-"""Ways to train; torch's engine changes streams on a GPU alone."""
+HOWS = ("evaluated", "smaller", "streamed")
+"""Ways to train."""
 
 
 class Load(NamedTuple):
@@ -111,11 +111,10 @@ def stepper(
         load: The net and its batch.
         batch: Inputs and targets, on the GPU.
         how: ``"evaluated"`` comes after evaluations, ``"streamed"`` runs forward on a stream of its
-            own, ``"smaller"`` comes after a step of a few rows.
+            own, ``"smaller"`` comes after a step of one row, which is one chunk.
     """
     if how == "smaller":
-        few = max(2, torch.cuda.device_count() - 1)
-        load.loss(model, batch[0][:few], batch[1][:few]).backward()
+        load.loss(model, batch[0][:1], batch[1][:1]).backward()
     if how == "evaluated":
         with torch.inference_mode():
             for _ in range(3):
@@ -202,7 +201,7 @@ def names(gpus: int) -> list[str]:
         *[f"auto [0, 1] {how}" for how in HOWS],
     ]
     if gpus > 1 and REAL:
-        found += [f"nn.DataParallel {every}", f"auto {every}", f"host {every}"]
+        found += [f"nn.DataParallel {every}", f"auto {every}", f"host {every}", "DDP"]
     return list(dict.fromkeys(found))
 
 
@@ -261,14 +260,18 @@ def main() -> None:
                     row["failed"] = "no time was left"
                     continue
                 try:
+                    if name == "DDP":
+                        row.update(ddp(load_name, gpus))
+                        continue
                     net = copy.deepcopy(start).cuda()
                     own = batch[0].cuda(), batch[1].cuda()
-                    free = torch.cuda.mem_get_info()[0] if REAL else 0  # NCCL's memory, too
+                    before = torch.cuda.mem_get_info()[0]
                     with contender(name, net, gpus) as (model, executor):
+                        free = torch.cuda.mem_get_info()[0]
                         step = stepper(model, load, own, name.rpartition(" ")[2])
                         row.update(measured(step, executor))
-                        if REAL:
-                            row["gpu_mb"] = free - torch.cuda.mem_get_info()[0] >> 20
+                        after = torch.cuda.mem_get_info()[0]  # NCCL took its own with the first one
+                        row["gpu_mb"], row["steps_mb"] = before - after >> 20, free - after >> 20
                 except Exception as error:
                     row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 first = row if first is None else first
@@ -276,17 +279,15 @@ def main() -> None:
                     row["deviation"] = abs(row["last_loss"] - first["last_loss"])
                 model = executor = net = own = step = None  # type: ignore[assignment]
                 gc.collect()
+                torch.cuda.ipc_collect()
                 if REAL:
-                    torch.cuda.ipc_collect()
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
-            if gpus > 1 and REAL and time.monotonic() < end:
-                rows.append({"load": load_name, "contender": "DDP", **ddp(load_name, gpus)})
         device = torch.cuda.get_device_properties(0).name if REAL else "a fake GPU"
     about = {"date": str(date.today()), "device": device, "gpus": gpus, "torch": torch.__version__}
     about["python"] = platform.python_version()
     columns = ["ms", "busy_ms", "driver_cpu_ms", "replica_cpu_ms", "mb_in", "mb_out"]
-    columns += ["driver_peak_mb", "gpu_mb", "deviation", "link", "failed"]
+    columns += ["driver_peak_mb", "gpu_mb", "steps_mb", "deviation", "link", "failed"]
     table = [[f"{r['load']}: {r['contender']}", *[r.get(c, "") for c in columns]] for r in rows]
     print(as_text(Table(f"a step of training on {gpus} x {device}", ["", *columns], table)))
     chosen.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")

@@ -1,6 +1,4 @@
-"""Upstream's verbs, each usable alone: `replicate`, `scatter`, `scatter_kwargs`, `parallel_apply`,
-`gather`.
-"""
+"""Upstream's verbs `replicate` and `parallel_apply`, each usable alone; `batch` has the others."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 from raydp_parallel import batch
-from raydp_parallel.batch import Keywords, gather, scatter, scatter_kwargs
+from raydp_parallel.batch import Keywords
 from raydp_parallel.cluster.placement import Device, DeviceId, all_gpus, device_id
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
@@ -22,8 +20,6 @@ from raydp_parallel.driver.executor import Executor, shared
 from raydp_parallel.driver.forward import Called, ForwardChunk
 from raydp_parallel.options import Options, UnusedGrads
 from raydp_parallel.state.look import refuse_unreplicable
-
-__all__ = ["RemoteReplica", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
 
 
 @dataclass(eq=False, repr=False)
@@ -48,10 +44,7 @@ class RemoteReplica:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self) or name not in self.__dataclass_fields__:
-            raise AttributeError(
-                f"{name!r} cannot be set on a replica, which is in another process: set it on the "
-                "module before the call"
-            )
+            raise AttributeError(f"{name!r} cannot be set on a replica: set it on the module")
         vars(self)[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -66,35 +59,28 @@ class RemoteReplica:
                 f"RemoteReplica has no attribute {name!r}: the replica's module is in another "
                 "process. Change the module before the call, and read it after the call"
             )
-        return self.calling(name)
+        return replace(self, _called=name)
 
     @ambient.uncompiled
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the replica. An exception of the module is raised as it is, as a plain call would."""
-        chunk = self.chunk(args, kwargs, None, 0)
+        chunk = self.chunk(args, kwargs)
         return forward.run(self._executor, [chunk], self._executor.options.unused_grads)[0]
 
-    def chunk(self, args: object, kwargs: Keywords, where: str | None, dim: int) -> ForwardChunk:
-        """Make a chunk of arguments for this replica."""
+    def chunk(
+        self, args: object, kwargs: Keywords, dim: int = 0, number: int | None = None
+    ) -> ForwardChunk:
+        """Make a chunk of arguments for this replica. An exception names its number, if any."""
+        where = None if number is None else f"in replica {number} on device {self.device_id}"
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
+        rows = batch.rows(positional, kwargs, dim)
         return ForwardChunk(
-            self._slot,
-            self.module,
-            positional,
-            kwargs,
-            where,
-            batch.rows(positional, kwargs, dim),
-            self._detach,
-            self._called,
+            self._slot, self.module, positional, kwargs, where, rows, self._detach, self._called
         )
 
-    def calling(self, called: Called) -> RemoteReplica:
-        """Return the same replica for a method of the module, or a function with it."""
-        return replace(self, _called=called)
-
     def __reduce__(self) -> tuple[object, ...]:
-        which = self.module, self.device_id, self._detach, self._executor
-        return _replica_again, (*which, self._called)
+        module, device, _, *rest = vars(self).values()
+        return _replica_again, (module, device, *rest)
 
     def __repr__(self) -> str:
         return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
@@ -104,9 +90,9 @@ Modules = Sequence[RemoteReplica | nn.Module]
 
 
 def _replica_again(
-    module: nn.Module, device: DeviceId, detach: bool, executor: Executor, called: Called
+    module: nn.Module, device: DeviceId, executor: Executor, *rest: Any
 ) -> RemoteReplica:
-    return replicate(module, [device], detach, executor=executor)[0].calling(called)
+    return RemoteReplica(module, device, executor.slots([device])[0], executor, *rest)
 
 
 @ambient.uncompiled
@@ -137,11 +123,8 @@ def replicas_of(
     network: nn.Module, ids: Sequence[DeviceId], detach: bool, executor: Executor
 ) -> list[RemoteReplica]:
     """Make one callable replica per device; a look at the module comes with the call."""
-    slots = executor.slots(ids)
-    return [
-        RemoteReplica(network, device, slot, executor, detach)
-        for device, slot in zip(ids, slots, strict=True)
-    ]
+    made = zip(ids, executor.slots(ids), strict=True)
+    return [RemoteReplica(network, device, slot, executor, detach) for device, slot in made]
 
 
 @ambient.uncompiled
@@ -186,53 +169,31 @@ def apply(
             )
     if not modules:
         raise IndexError("parallel_apply: list of modules is empty")
-    replicas = _replicas(modules, devices)
+    for module in modules:
+        if not isinstance(module, (RemoteReplica, nn.Module)):
+            raise TypeError(f"parallel_apply: a {type(module).__name__} is no replica or module")
+    known = [module for module in modules if isinstance(module, RemoteReplica)]
+    owners = {replica._executor for replica in known} or {shared(Options())}
+    executor = owners.pop()
+    if owners:
+        raise ValueError("parallel_apply: give replicas of one executor, got those of several")
     chunks = []
-    for i, replica in enumerate(replicas):
+    for i, module in enumerate(modules):
+        if not isinstance(module, RemoteReplica):
+            ids = [device_id(entry) for entry in devices or all_gpus(executor.options) or ["cpu"]]
+            ids = [ids[k % len(ids)] for k in range(len(modules))]
+            module = replicas_of(module, ids, False, executor)[i]
         kwargs = {} if kwargs_tup is None else kwargs_tup[i]
-        where = f"in replica {i} on device {replica.device_id}"
-        chunks.append(replica.chunk(inputs[i], kwargs, where, dim))
-    return forward.run(replicas[0]._executor, chunks, unused, lend)
+        chunks.append(module.chunk(inputs[i], kwargs, dim, i))
+    return forward.run(executor, chunks, unused, lend)
 
 
 def calling(replicas: Sequence[object], called: Called) -> list[RemoteReplica]:
     """Return the same replicas, of which a call runs a method of the module, or a function."""
-    found = []
-    for replica in replicas:
-        if not isinstance(replica, RemoteReplica):
-            raise TypeError(
-                "call and run need replicas that replicate() of raydp_parallel made, got "
-                f"{type(replica).__name__}"
-            )
-        found.append(replica.calling(called))
-    return found
-
-
-def _replicas(modules: Modules, devices: Sequence[Device] | None) -> Sequence[RemoteReplica]:
-    """Return the replicas, with those of plain modules, on devices."""
-    for module in modules:
-        if not isinstance(module, (RemoteReplica, nn.Module)):
-            raise TypeError(
-                f"parallel_apply: {type(module).__name__} is neither a replica nor a module"
-            )
-    known = [module for module in modules if isinstance(module, RemoteReplica)]
-    owners = {replica._executor for replica in known}
-    if len(owners) > 1:
-        raise ValueError(
-            "parallel_apply: these replicas belong to different executors; apply each executor's "
-            "alone"
-        )
-    if len(known) == len(modules):
-        return known
-    owner = owners.pop() if owners else shared(Options())
-    if devices is None:
-        devices = all_gpus(owner.options) or ["cpu"]
-        devices = [devices[i % len(devices)] for i in range(len(modules))]
-    ids = [device_id(entry) for entry in devices]
-    return [
-        module if isinstance(module, RemoteReplica) else RemoteReplica(module, i, at, owner, False)
-        for module, i, at in zip(modules, ids, owner.slots(ids), strict=True)
-    ]
+    found = [one for one in replicas if isinstance(one, RemoteReplica)]
+    if len(found) < len(replicas):
+        raise TypeError("call and run need replicas that replicate() of raydp_parallel made")
+    return [replace(one, _called=called) for one in found]
 
 
 def module_device(module: nn.Module) -> torch.device:

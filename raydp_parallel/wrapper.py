@@ -24,11 +24,12 @@ import contextlib
 import functools
 import inspect
 import logging
+import operator
 import re
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,7 +38,8 @@ from torch.optim.optimizer import ParamsT
 
 from raydp_parallel import batch, functional
 from raydp_parallel.batch import Function, Keywords
-from raydp_parallel.cluster.placement import Device, DeviceId, device_id, normalize
+from raydp_parallel.cluster.placement import Device, device_id, normalize
+from raydp_parallel.cluster.ray_api import warn_once
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import batch_inference, forward, loss, optimizer
 from raydp_parallel.driver.executor import Executor, shared
@@ -46,7 +48,7 @@ from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import warn
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
-from raydp_parallel.options import Options, Scalars
+from raydp_parallel.options import Options
 from raydp_parallel.replica import exceptions, replica
 from raydp_parallel.replica.actor import fetched
 from raydp_parallel.state.look import check_devices
@@ -56,7 +58,6 @@ T = TypeVar("T", bound=nn.Module)
 Devices = Sequence[Device]
 
 log = logging.getLogger("raydp_parallel")
-_warn_once = functools.cache(log.warning)
 
 
 class _Forward:
@@ -85,16 +86,6 @@ def _signed(function: Function, like: Function | None) -> Function:
     functools.update_wrapper(made, function)
     made.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
     return made
-
-
-class _Chunks(NamedTuple):
-    """The arguments of a call, split, and how its outputs become one."""
-
-    called: Called
-    args: Sequence[tuple[object, ...]]
-    kwargs: Sequence[Keywords]
-    rows: list[int]
-    scalars: Scalars
 
 
 class DataParallel(nn.DataParallel[T]):
@@ -144,18 +135,17 @@ class DataParallel(nn.DataParallel[T]):
         if device_ids is None and executor is not None:
             device_ids = executor.device_ids or None
         self._options = options or (executor.options if executor is not None else Options())
-        ids = normalize(device_ids, self._options)
-        self.device_ids: list[Any] = list(ids)
-        if not ids:
-            _warn_once(
+        self.device_ids: list[Any] = [*normalize(device_ids, self._options)]
+        if not self.device_ids:
+            warn_once(
                 "DataParallel: the module runs in place, in this process, because device_ids were "
                 "left out and there is no GPU. device_ids=['cpu', 'cpu'] makes two CPU replicas"
             )
             return
-        _check_weights(self._options.chunk_weights, ids)
+        _check_weights(self._options.chunk_weights, self.device_ids)
         self.dim = dim
         self._executor = executor
-        self._output_device = None if output_device is None else _own_device(output_device, ids)
+        self.output_device = output_device
         place = self._place
         if place is None and module_device(module).type == "meta":
             raise ValueError(
@@ -180,19 +170,26 @@ class DataParallel(nn.DataParallel[T]):
 
     @property
     def _in_place(self) -> bool:
-        return not self.device_ids or self._place is not None or replica.running()
+        return not self.device_ids or self._place is not None or replica.own_process
 
     @property
     def output_device(self) -> Any:
         """Where outputs go: as upstream, a CUDA index where it is one."""
-        if "_output_device" not in self.__dict__:
-            raise AttributeError  # torch's `__getattr__` gives the text
         device = self._output_device or module_device(self.module)
         return device.index if device.type == "cuda" else device
 
     @output_device.setter
     def output_device(self, value: Device | None) -> None:
-        self._output_device = None if value is None else _own_device(value, self.device_ids)
+        if value is not None:
+            named = value if value == -1 else device_id(value, "output_device")
+            known = (-1, "cpu", *self.device_ids)
+            if named not in known and int(named) >= torch.cuda.device_count():
+                raise ValueError(
+                    f"output_device={value!r} is neither one of device_ids {self.device_ids} nor a "
+                    "CUDA device of this process. Leave it out to get outputs where the module is"
+                )
+            value = batch.output_place(value)  # without CUDA, ids name the driver's CPU
+        self._output_device = value
 
     @property
     def src_device_obj(self) -> torch.device:  # type: ignore[override]  # an attribute upstream, which is never set
@@ -204,8 +201,6 @@ class DataParallel(nn.DataParallel[T]):
     @property
     def executor(self) -> Executor:
         """The executor that runs the module's replicas."""
-        if not self.device_ids:
-            raise AttributeError  # torch's `__getattr__` gives the text
         return self._executor or shared(self._options)
 
     def extra_repr(self) -> str:
@@ -364,7 +359,6 @@ class DataParallel(nn.DataParallel[T]):
             if self._in_place:
                 output = self._run_in_place(called, inputs, kwargs, split)
                 return output if gather else [output]
-            ambient.refuse_transforms()
             if nn.modules.module._has_any_global_hook():
                 self._warn_once(
                     "hooks for all modules, such as those of register_module_forward_hook, run in "
@@ -372,40 +366,42 @@ class DataParallel(nn.DataParallel[T]):
                     "record of the module is missing. Register hooks on the modules themselves",
                     "_warned_of_hooks",
                 )
-            chunks = self._chunks(called, inputs, kwargs, split)
-            ids = self.device_ids[: len(chunks.args)]
+            called, args, named, join = self._chunks(called, inputs, kwargs, split)
+            ids = self.device_ids[: len(args)]
             replicas = self.replicate(self.module, ids)
             if called is not None:
-                replicas = functional.calling(replicas, chunks.called)
+                replicas = functional.calling(replicas, called)
             if not split:
                 output = replicas[0](*inputs, **kwargs)
                 return output if gather else [output]
-            if not gather or not self._own("parallel_apply", "gather"):
-                outputs = self.parallel_apply(replicas, chunks.args, chunks.kwargs)
-                return self._joined(chunks, outputs) if gather else outputs
+            if not (gather and self._own("parallel_apply", "gather")):
+                outputs = self.parallel_apply(replicas, args, named)
+                return join(outputs) if gather else outputs
             how = self.dim, self._options.unused_grads, True
-            with self.executor.lock:  # outputs lie in windows until they are gathered
-                outputs = functional.apply(replicas, chunks.args, chunks.kwargs, ids, *how)
-                return self._joined(chunks, outputs)
+            with self.executor.replica_set.lock:  # outputs lie in windows until they are gathered
+                return join(functional.apply(replicas, args, named, ids, *how))
 
     def _chunks(
         self, called: Called, inputs: tuple[object, ...], kwargs: Keywords, split: bool
-    ) -> _Chunks:
-        """Split the arguments of a call."""
+    ) -> tuple[Called, Sequence[tuple[object, ...]], Sequence[Keywords], Function]:
+        """Split the arguments of a call. Returns what is called and its arguments for each chunk,
+        and the function that makes one output of the chunks'.
+        """
+        args, named = [inputs], [kwargs]
         if isinstance(called, LossCall):
             called.divided(inputs, kwargs)  # raises here what is wrong here
-        args, named = [inputs], [kwargs]
         if split:
             args, named = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
-            if not args and not named:
-                args, named = [()], [{}]
+            args, named = args or [()], named or [{}]
         if isinstance(called, LossCall):
             called = called.for_chunks(len(args), self.dim)
+            if called.reduction != "none":
+                place = batch.output_place(self.output_device)
+                return called, args, named, functools.partial(called.joined, place=place)
+        if not split:
+            return called, args, named, operator.itemgetter(0)
         rows = [batch.rows(a, k, self.dim) for a, k in zip(args, named, strict=True)]
-        scalars = self._options.scalars
-        if not split or (isinstance(called, LossCall) and called.reduction != "none"):
-            return _Chunks(called, args, named, rows, scalars)
-        items = named[0].get("num_items_in_batch")
+        scalars, items = self._options.scalars, named[0].get("num_items_in_batch")
         if items is not None and not getattr(items, "shape", ()) and any(rows):
             # Hugging Face's Trainer, which wants one number. A module divides the sum of its losses
             # by the items, or ignores them: given the chunk's share, the mean is right for both.
@@ -417,24 +413,16 @@ class DataParallel(nn.DataParallel[T]):
                 "Options(scalars='mean'): the rows of chunks are not known, because all "
                 "arguments that are split are references"
             )
-        return _Chunks(called, args, named, rows, scalars)
-
-    def _joined(self, chunks: _Chunks, outputs: Sequence[object]) -> Any:
-        """Make one output of those of the chunks."""
-        if isinstance(chunks.called, LossCall) and chunks.called.reduction != "none":
-            return chunks.called.joined(outputs, batch.output_place(self.output_device))
-        if not self._own("gather"):
-            return self.gather(outputs, self.output_device)
-        # [10] gather
-        return batch.gather(
-            outputs, self.output_device, self.dim, scalars=chunks.scalars, weights=chunks.rows
-        )
+        gather = self.gather  # [10] gather
+        if self._own("gather"):
+            gather = functools.partial(batch.gather, dim=self.dim, scalars=scalars, weights=rows)
+        return called, args, named, lambda outputs: gather(outputs, self.output_device)
 
     def _run_in_place(
         self, called: Called, inputs: tuple[object, ...], kwargs: Keywords, split: bool
     ) -> Any:
         """Call the module itself, as upstream does with one device."""
-        place = None if replica.running() else self._place
+        place = None if replica.own_process else self._place
         if place is not None:
             check_devices(self.module)
             if split:
@@ -447,11 +435,9 @@ class DataParallel(nn.DataParallel[T]):
         if isinstance(called, LossCall):
             arguments, targets, others = called.divided(inputs, kwargs)
             return called.criterion(self.module(*arguments, **others), *targets)
-        if isinstance(called, str):
-            return getattr(self.module, called)(*inputs, **kwargs)
-        if called is not None:
+        if callable(called):
             return called(self.module, *inputs, **kwargs)
-        return self.module(*inputs, **kwargs)
+        return getattr(self.module, called or "__call__")(*inputs, **kwargs)
 
     @ambient.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
@@ -569,35 +555,23 @@ class DataParallel(nn.DataParallel[T]):
         if not self._in_place:
             self.executor.slots(self.device_ids)  # starts in the caller's thread
             most = 1 if split else len(self.device_ids)
-        begin = functools.partial(self._begin, split=split)
+
+        def begin(at: int, inputs: tuple[object, ...], kwargs: Keywords) -> Callable[[], Any]:
+            """Send a batch to one replica, or its chunks to all; none of them writes back."""
+            if self._in_place:
+                return functools.partial(torch.no_grad()(self.forward), *inputs, **kwargs)
+            first = 0 if split else at % len(self.device_ids)
+            with torch.no_grad():
+                called, args, named, join = self._chunks(self._loss, inputs, kwargs, split)
+                replicas = functional.replicas_of(self.module, self.device_ids, True, self.executor)
+                chunks = []
+                for i, (a, k) in enumerate(zip(args, named, strict=True), first):
+                    replica = replace(replicas[i], _called=called)
+                    chunks.append(replica.chunk(a, k, self.dim, i if split else None))
+                flight = forward.start(self.executor, chunks, at_once=len(self.device_ids))
+            return exceptions.ShortTraceback()(lambda: join(flight.finish()))
+
         return batch_inference.outputs(batches, begin, min(most, in_flight or most), on_error)
-
-    def _begin(
-        self, at: int, inputs: tuple[object, ...], kwargs: Keywords, split: bool
-    ) -> Callable[[], Any]:
-        """Send a batch to one replica, or its chunks to all; none of them writes back."""
-        if self._in_place:
-            return functools.partial(torch.no_grad()(self.forward), *inputs, **kwargs)
-        ids = self.device_ids
-        first = 0 if split else at % len(ids)
-        with torch.no_grad():
-            chunks = self._chunks(self._loss, inputs, kwargs, split)
-            replicas = functional.replicas_of(self.module, ids, True, self.executor)
-            given = []
-            for i, (a, k) in enumerate(zip(chunks.args, chunks.kwargs, strict=True), first):
-                where = f"in replica {i} on device {ids[i]}" if split else None
-                given.append(replicas[i].calling(chunks.called).chunk(a, k, where, self.dim))
-            flight = forward.start(self.executor, given, at_once=len(ids))
-
-        def finish() -> Any:
-            with exceptions.ShortTraceback():
-                outputs = flight.finish()
-            called = chunks.called
-            if not split and not (isinstance(called, LossCall) and called.reduction != "none"):
-                return outputs[0]
-            return self._joined(chunks, outputs)
-
-        return finish
 
     def _own(self, *methods: str) -> bool:
         """Tell if methods are this class's, and not those of a subclass or of the instance."""
@@ -645,19 +619,6 @@ def data_parallel(
     executor = None if stays else shared(Options())
     model = DataParallel(module, ids, output_device, dim, executor=executor)
     return model(*inputs, **(module_kwargs or {}))
-
-
-def _own_device(entry: Device, ids: Sequence[DeviceId]) -> torch.device:
-    """Return the driver's device that ``output_device`` names. Ids are logical: without CUDA they
-    name the driver's CPU.
-    """
-    named = entry if entry == -1 else device_id(entry, "output_device")
-    if named not in (-1, "cpu", *ids) and int(named) >= torch.cuda.device_count():
-        raise ValueError(
-            f"output_device={entry!r} is neither one of device_ids {list(ids)} nor a CUDA device "
-            "of this process. Leave it out to get outputs where the module is"
-        )
-    return batch.output_place(entry)
 
 
 def _check_weights(weights: Sequence[float] | None, ids: Sequence[object]) -> None:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from raydp_parallel.batch import (
+    containers,
     gather,
     register_batch_type,
-    registry,
     rows,
     scatter,
     scatter_kwargs,
@@ -384,7 +384,7 @@ class Graphs:
 @pytest.fixture
 def unregistered(monkeypatch: pytest.MonkeyPatch):
     """What a test registers ends with it."""
-    monkeypatch.setattr(registry, "registered", {})
+    monkeypatch.setattr(containers, "registered", {})
 
 
 def split_graphs(value, chunks, dim):

@@ -1,6 +1,5 @@
 """Scatter and gather of nested values: pure functions in the driver, with torch's own autograd."""
 
-from raydp_parallel.batch.chunk_refs import ChunkRef as ChunkRef
 from raydp_parallel.batch.chunk_refs import ChunkRefs as ChunkRefs
 from raydp_parallel.batch.chunk_refs import find_refs as find_refs
 from raydp_parallel.batch.chunk_refs import numbered as numbered
@@ -8,11 +7,11 @@ from raydp_parallel.batch.chunk_refs import resolved as resolved
 from raydp_parallel.batch.containers import Function as Function
 from raydp_parallel.batch.containers import Keywords as Keywords
 from raydp_parallel.batch.containers import moved as moved
+from raydp_parallel.batch.containers import register_batch_type as register_batch_type
+from raydp_parallel.batch.containers import registered as registered
 from raydp_parallel.batch.containers import tensors_in as tensors_in
 from raydp_parallel.batch.joining import gather as gather
 from raydp_parallel.batch.joining import output_place as output_place
-from raydp_parallel.batch.registry import register_batch_type as register_batch_type
-from raydp_parallel.batch.registry import registered as registered
 from raydp_parallel.batch.splitting import rows as rows
 from raydp_parallel.batch.splitting import scatter as scatter
 from raydp_parallel.batch.splitting import scatter_kwargs as scatter_kwargs

@@ -9,23 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.batch.containers import Function, contents, kind_of, mapped
+from raydp_parallel.batch.containers import Function, leaves, mapped
 
 
-class ChunkRef:
-    """Stands among a chunk's arguments for an object in Ray's object store; ``ref`` is its
-    reference, or in a message its number.
-    """
+class _Numbered:
+    """Stands in a message for a reference to an object of Ray's; ``ref`` is its number."""
 
-    def __init__(self, ref: object, prepare: Function | None) -> None:
-        self.ref = ref
-        self.prepare = prepare
-
-    def __reduce__(self) -> str | tuple[object, ...]:
-        if isinstance(self.ref, int):
-            return ChunkRef, (self.ref, self.prepare)
-        # Pickling a reference keeps its object for ever; messages have its number instead.
-        raise TypeError("a Ray object reference can only be an argument of a call")
+    def __init__(self, ref: int, prepare: Function | None) -> None:
+        self.ref, self.prepare = ref, prepare
 
 
 class ChunkRefs:
@@ -71,37 +62,35 @@ class ChunkRefs:
     def __repr__(self) -> str:
         return f"ChunkRefs({len(self.refs)} objects)"
 
-    def __scatter__(self, chunks: int, _dim: int) -> list[ChunkRef]:
+    def __scatter__(self, chunks: int, _dim: int) -> list[ChunkRefs]:
         if len(self.refs) > chunks:
             raise ValueError(
-                f"ChunkRefs: {len(self.refs)} objects for {chunks} devices: give one for each "
-                "chunk, of which there is one for each device"
+                f"ChunkRefs: {len(self.refs)} objects for {chunks} devices: give one for each chunk"
             )
-        return [ChunkRef(ref, self.prepare) for ref in self.refs]
+        return [ChunkRefs([ref], self.prepare) for ref in self.refs]
 
-    def __reduce__(self) -> str | tuple[object, ...]:
-        return self.alone().__reduce__()  # a call that is not split has arguments as they are
+    def __reduce__(self) -> str:
+        # Pickling a reference keeps its object for ever; messages have its number instead.
+        raise TypeError("a Ray object reference can only be an argument of a call")
 
-    def alone(self) -> ChunkRef:
-        """The reference for a call that is not split."""
+    @property
+    def ref(self) -> object:
+        """The reference for one chunk, or for a call that is not split."""
         if len(self.refs) > 1:
             raise ValueError(
                 f"ChunkRefs: {len(self.refs)} objects for a call that is not split: give one"
             )
-        return ChunkRef(self.refs[0], self.prepare)
+        return self.refs[0]
 
 
-def find_refs(value: object) -> list[ChunkRef | ChunkRefs]:
+def find_refs(value: object) -> list[ChunkRefs]:
     """The references among the arguments of a chunk."""
-    if isinstance(value, (ChunkRef, ChunkRefs)):
-        return [value]
-    parts = contents(value, kind_of(value)).values()
-    return [ref for part in parts for ref in find_refs(part)]
+    return [leaf for leaf in leaves(value) if isinstance(leaf, ChunkRefs)]
 
 
 def numbered(value: object, numbers: dict[object, int]) -> Any:
     """Put numbers in the places of the references among a chunk's arguments."""
-    return _replaced(value, lambda one: ChunkRef(numbers.get(one.ref, 0), one.prepare))
+    return _replaced(value, lambda one: _Numbered(numbers[one.ref], one.prepare))
 
 
 def resolved(value: object, get: Callable[[Any], object], device: torch.device) -> Any:
@@ -110,7 +99,7 @@ def resolved(value: object, get: Callable[[Any], object], device: torch.device) 
     """
     objects: dict[object, object] = {}  # two arguments may be parts of one object
 
-    def swap(one: ChunkRef) -> Any:
+    def swap(one: ChunkRefs | _Numbered) -> Any:
         if one.ref not in objects:
             objects[one.ref] = get(one.ref)
         found = objects[one.ref]
@@ -126,12 +115,9 @@ def resolved(value: object, get: Callable[[Any], object], device: torch.device) 
     return _replaced(value, swap)
 
 
-def _replaced(value: object, swap: Callable[[ChunkRef], Any]) -> Any:
-    def take(part: object) -> object:
-        one = part.alone() if isinstance(part, ChunkRefs) else part
-        return swap(one) if isinstance(one, ChunkRef) else part
-
-    return mapped(value, take)
+def _replaced(value: object, swap: Function) -> Any:
+    refs = ChunkRefs, _Numbered
+    return mapped(value, lambda part: swap(part) if isinstance(part, refs) else part)
 
 
 def _own(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,11 +1,13 @@
-"""Containers: which values are, what they hold, and how another one like it is made."""
+"""Containers: which values are, what they hold, and how another one like it is made; and types that
+bring rules of their own for splitting and joining (pytorch#52597).
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeGuard
 
@@ -17,10 +19,14 @@ Function = Callable[..., Any]
 Keywords = dict[str, Any]
 Parts = dict[Any, Any]
 """The parts of a container by key, position, or field name."""
+Splitter = Callable[..., Sequence[Any]]
+Joiner = Callable[[Sequence[Any], torch.device, int], Any]
 
+registered: dict[type, tuple[Splitter, Joiner]] = {}
+"""The rules of the classes that `register_batch_type` was told."""
 
 ContainerKind = Enum(
-    "ContainerKind", "TENSOR PACKED MAPPING SEQUENCE FIELDS ITERABLE NONE LEAF", module=__name__
+    "ContainerKind", "TENSOR PACKED MAPPING SEQUENCE FIELDS ITERABLE LEAF", module=__name__
 )
 """How a value is treated."""
 
@@ -38,7 +44,7 @@ def kind_of(value: object) -> ContainerKind:
         return ContainerKind.SEQUENCE
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ContainerKind.FIELDS
-    return ContainerKind.NONE if value is None else ContainerKind.LEAF
+    return ContainerKind.LEAF
 
 
 def is_namedtuple(value: object) -> TypeGuard[Any]:
@@ -75,15 +81,20 @@ def step(kind: ContainerKind, key: object) -> str:
     return f".{key}" if kind is ContainerKind.FIELDS else f"[{key!r}]"
 
 
+def leaves(value: object) -> Iterator[object]:
+    """The leaves of a nested value; empty containers are some."""
+    parts = contents(value, kind_of(value))
+    if not parts:
+        yield value
+    for part in parts.values():
+        yield from leaves(part)
+
+
 def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors of a nested value, those of packed sequences included."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, PackedSequence):
-        yield value.data
-    else:
-        for part in contents(value, kind_of(value)).values():
-            yield from tensors_in(part)
+    for leaf in leaves(value):
+        if isinstance(leaf, (Tensor, PackedSequence)):
+            yield leaf if isinstance(leaf, Tensor) else leaf.data
 
 
 def moved(value: object, device: torch.device) -> Any:
@@ -107,20 +118,64 @@ def mapped(value: object, swap: Callable[[object], object]) -> Any:
 
 def container_like(like: Any, kind: ContainerKind, parts: Parts) -> Any:
     """A container of the same class with other contents."""
-    if kind is ContainerKind.FIELDS:
-        made = copy.copy(like)  # keeps what is no field
-        for name, part in parts.items():
-            object.__setattr__(made, name, part)  # a frozen one refuses setattr
-        return made
-    if kind is not ContainerKind.MAPPING:
+    if kind in (ContainerKind.SEQUENCE, ContainerKind.ITERABLE):
         items = list(parts.values())
         return like._make(items) if is_namedtuple(like) else type(like)(items)
-    if type(like) is dict:
-        return dict(parts)
     # Upstream calls the class with the items, which fails for a defaultdict, and for constructors
-    # of the user's own (pytorch#52597).
+    # of the user's own (pytorch#52597). A copy keeps what is no field.
     made = copy.copy(like)
-    made.clear()
-    for key, part in parts.items():  # not update(): Counter's adds, and HF's ModelOutput forbids it
-        made[key] = part
+    if kind is ContainerKind.MAPPING:
+        made.clear()
+    for key, part in parts.items():
+        if kind is ContainerKind.FIELDS:
+            object.__setattr__(made, key, part)  # a frozen one refuses setattr
+        else:
+            made[key] = part  # not update(): Counter's adds, and HF's ModelOutput forbids it
     return made
+
+
+def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> None:
+    """Register how values of a class are split and joined; the rules hold for subclasses too, and
+    take precedence over all others.
+
+    A class of your own can have ``__scatter__(self, chunks, dim)`` and a classmethod
+    ``__gather__(cls, parts, target_device, dim)`` instead.
+
+    ::
+
+        class Ragged:
+            def __init__(self, rows):
+                self.rows = rows
+
+        def split(value, chunks, dim, sizes):
+            rest = iter(value.rows)
+            counts = sizes(len(value.rows))
+            return [Ragged([next(rest) for _ in range(count)]) for count in counts]
+
+        def join(values, target_device, dim):
+            return Ragged([row for value in values for row in value.rows])
+
+        register_batch_type(Ragged, scatter=split, gather=join)
+        parts = scatter(Ragged([[1], [2, 3], [4]]), ["cpu", "cpu"])
+        assert [part.rows for part in parts] == [[[1], [2, 3]], [[4]]]
+
+    Args:
+        cls: The class.
+        scatter: ``(value, chunks, dim)`` to at most ``chunks`` values, in the order of the rows. A
+            parameter named ``sizes`` gets a function from the value's number of rows to the rows of
+            each chunk: those of ``torch.chunk``, or as ``Options(chunk_weights=...)`` says.
+        gather: ``(values, target_device, dim)`` to one value, of what the replicas returned.
+    """
+    if not isinstance(cls, type) or not callable(scatter) or not callable(gather):
+        raise TypeError(
+            f"expected a class and two callables, got {cls!r}, {scatter=!r}, {gather=!r}"
+        )
+    registered[cls] = scatter, gather
+
+
+def rules_of(cls: type) -> tuple[Splitter | None, Joiner | None]:
+    """The rules that split values of a class, and join them; None where the class has none."""
+    for base in cls.__mro__ if registered else ():  # do not walk the bases of every leaf
+        if base in registered:
+            return registered[base]
+    return getattr(cls, "__scatter__", None), getattr(cls, "__gather__", None)

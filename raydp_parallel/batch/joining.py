@@ -6,16 +6,16 @@ does not know. Here the values of all replicas are compared, and leaves come bac
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from raydp_parallel.batch import containers
-from raydp_parallel.batch.containers import ContainerKind, contents, kind_of
-from raydp_parallel.batch.packed import join_packed
-from raydp_parallel.batch.registry import rules_of
+from raydp_parallel.batch.containers import ContainerKind
 from raydp_parallel.devices.ambient import uncompiled
 from raydp_parallel.errors import warn
 from raydp_parallel.options import Scalars
@@ -83,16 +83,15 @@ def gather(
 
 
 def _join(outs: list[Any], how: _How, path: str) -> Any:
-    joiners = [rules_of(type(out))[1] for out in outs]
+    joiners = [containers.rules_of(type(out))[1] for out in outs]
     if joiners[0] is not None and None not in joiners:
         return joiners[0](outs, how.place, how.dim)
     if any(joiners):
         raise _unlike(outs, path)
     kinds = {_output_kind(out, path) for out in outs}
-    classes = {type(out) for out in outs} if kinds == {ContainerKind.FIELDS} else {None}
-    if kinds == {ContainerKind.NONE}:
+    if all(out is None for out in outs):
         return None
-    if kinds <= {ContainerKind.NONE, ContainerKind.LEAF}:
+    if kinds == {ContainerKind.LEAF}:
         objects = [type(out).__qualname__ for out in outs if hasattr(out, "__dict__")]
         if objects:
             warn(
@@ -100,13 +99,13 @@ def _join(outs: list[Any], how: _How, path: str) -> Any:
                 "for each chunk. Give the class a __gather__, or use register_batch_type"
             )
         return outs
-    if len(kinds) > 1 or len(classes) > 1:
+    kind = kinds.pop()
+    if kinds or (kind is ContainerKind.FIELDS and len({*map(type, outs)}) > 1):
         raise _unlike(outs, path)
-    (kind,) = kinds
     if kind is ContainerKind.TENSOR:
         return _join_tensors(outs, how)
     if kind is ContainerKind.PACKED:
-        return join_packed(outs, _join_tensors([out.data for out in outs], how._replace(dim=0)))
+        return _join_packed(outs, _join_tensors([out.data for out in outs], how._replace(dim=0)))
     return _join_parts(outs, kind, how, path)
 
 
@@ -124,7 +123,16 @@ def _join_tensors(tensors: Sequence[Tensor], how: _How) -> Tensor:
     placed = [tensor.to(device=how.place, dtype=tensors[0].dtype) for tensor in tensors]
     if scalars and how.scalars == "mean":
         return _mean(torch.stack(placed), how.weights)
-    _check_shapes(tensors, how.dim)
+    # All sizes but the one along `dim` have to agree: torch.cat would let an empty vector pass.
+    expected = list(tensors[0].shape)
+    for index, tensor in enumerate(tensors):
+        shape = list(tensor.shape)
+        if len(shape) == len(expected):
+            expected[how.dim] = tensor.size(how.dim)  # raises for a dimension that is not there
+        if shape != expected:
+            raise RuntimeError(
+                f"Input tensor at index {index} has invalid shape {shape}, but expected {expected}"
+            )
     return torch.cat(placed, how.dim)
 
 
@@ -137,48 +145,47 @@ def _mean(scalars: Tensor, weights: Sequence[float] | None) -> Tensor:
     return (scalars * torch.tensor(shares, dtype=scalars.dtype, device=scalars.device)).sum()
 
 
-def _check_shapes(tensors: Sequence[Tensor], dim: int) -> None:
-    """Compare all sizes but the one along ``dim``: torch.cat would let an empty 1-d tensor pass."""
-    expected = list(tensors[0].shape)
-    for index, tensor in enumerate(tensors):
-        shape = list(tensor.shape)
-        if not -len(shape) <= dim < len(shape):
-            raise IndexError(
-                f"Dimension out of range: input tensor at index {index} has shape {shape} and "
-                f"cannot be gathered along dim {dim}"
-            )
-        if len(shape) == len(expected):
-            expected[dim] = shape[dim]
-        if shape != expected:
-            raise RuntimeError(
-                f"Input tensor at index {index} has invalid shape {shape}, but expected {expected}"
-            )
+def _join_packed(parts: Sequence[PackedSequence], data: Tensor) -> PackedSequence:
+    """One packed sequence of all parts' sequences, in the order of the parts; ``data`` is theirs,
+    one after the other.
+    """
+    longest = max(len(part.batch_sizes) for part in parts)
+    padded, lengths = [], []
+    rows = data.split([len(part.data) for part in parts])
+    for part, own in zip(parts, rows, strict=True):
+        part = part.to(data.device)._replace(data=own)  # type: ignore[arg-type]
+        found = pad_packed_sequence(part, total_length=longest)
+        padded.append(found[0])
+        lengths.append(found[1])
+    every = torch.cat(lengths)
+    # As torch packs them: targets that were packed by it are in the same order.
+    in_order = all(part.sorted_indices is None for part in parts)
+    in_order = in_order and not bool((every.diff() > 0).any())
+    return pack_padded_sequence(torch.cat(padded, 1), every, enforce_sorted=in_order)
 
 
 def _join_parts(outs: list[Any], kind: ContainerKind, how: _How, path: str) -> Any:
-    held = [contents(out, kind) for out in outs]
+    held = [containers.contents(out, kind) for out in outs]
     lengths = [len(parts) for parts in held]
-    if len({*lengths}) > 1 and kind is ContainerKind.MAPPING:
-        raise ValueError("All dicts must have the same number of keys")
     if len({*lengths}) > 1:
+        if kind is ContainerKind.MAPPING:
+            raise ValueError("All dicts must have the same number of keys")
         seen = ", ".join(map(str, lengths))
         raise ValueError(f"{path}: replicas returned different numbers of items: {seen}")
     parts = {}
     for key in held[0]:
         parts[key] = _join([other[key] for other in held], how, path + containers.step(kind, key))
-    try:
+    # A class that cannot be made of its parts comes as a list.
+    with contextlib.suppress(*[Exception] if kind is ContainerKind.ITERABLE else ()):
         return containers.container_like(outs[0], kind, parts)
-    except Exception:
-        if kind is ContainerKind.ITERABLE:  # the class cannot be made of its parts
-            return outs
-        raise
+    return outs
 
 
 def _output_kind(out: object, path: str) -> ContainerKind:
     """As `kind_of`, with iterables, which upstream joins but does not split."""
     if isinstance(out, torch.Size):  # a tuple of numbers that can hold nothing else
         return ContainerKind.LEAF
-    kind = kind_of(out)
+    kind = containers.kind_of(out)
     if kind is not ContainerKind.LEAF or not containers.iterates_over_tensors(out):
         return kind
     if isinstance(out, (set, frozenset)) and len(out) > 1:

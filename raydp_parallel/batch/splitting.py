@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from raydp_parallel.batch import containers
-from raydp_parallel.batch.containers import ContainerKind, Keywords, contents, kind_of
-from raydp_parallel.batch.packed import sequences, split_packed
-from raydp_parallel.batch.registry import Splitter, rules_of
+from raydp_parallel.batch.containers import ContainerKind, Keywords
 from raydp_parallel.devices.ambient import uncompiled
 
 Warn = Callable[[str, str], object]
@@ -70,7 +68,7 @@ class _Plan:
         """The number of chunks, which all cuts must have in common; without any, a copy for each
         device.
         """
-        counts = {chunks for _, _, chunks in self.cuts}
+        counts = {chunks for _, _, chunks in self.cuts} or {self.chunks}
         cuts = "; ".join(
             f"{path}: {'' if size is None else f'size {size}, '}{n} chunk{'s' * (n != 1)}"
             for path, size, n in self.cuts
@@ -81,28 +79,26 @@ class _Plan:
                 f"{self.chunks} devices, so rows would be lost: {cuts}. Give all of them one size; "
                 "what every replica needs whole may be a 0-dim tensor or no tensor at all."
             )
-        if len({size for _, size, _ in self.cuts} - {None}) > 1:
-            if self.weights is not None:
-                raise ValueError(
-                    f"arguments have different sizes along dim {self.dim}, so chunk_weights would "
-                    f"not pair their rows: {cuts}. Give all of them one size"
-                )
-            if warn is not None and self.chunks > 1:  # some programs mean that
+        differ = len({size for _, size, _ in self.cuts} - {None}) > 1
+        text = (
+            f"arguments have different sizes along dim {self.dim}, so that chunks of different "
+            f"sizes are paired, which may broadcast: {cuts}. If rows are to belong together, give "
+            "all arguments one size"
+        )
+        if differ and self.weights is not None:
+            raise ValueError(f"chunk_weights: {text}")
+        if warn is not None and self.chunks > 1:
+            if differ:  # some programs mean that, and torch.nn.DataParallel pairs them so
+                warn(text, "_warned_of_sizes")
+            if not self.cuts:
                 warn(
-                    f"arguments have different sizes along dim {self.dim}, and are split into as "
-                    f"many chunks each, as torch.nn.DataParallel does: {cuts}. Each replica gets "
-                    "chunks of different sizes, which may broadcast; if rows are to belong "
-                    "together, give all arguments one size",
-                    "_warned_of_sizes",
+                    "no argument has rows to split, so each replica gets all of them whole, as "
+                    "with torch.nn.DataParallel: what a list of strings or an array gives comes "
+                    "once for each device. Give tensors, or a class that register_batch_type "
+                    "makes known",
+                    "_warned_of_copies",
                 )
-        if not counts and warn is not None and self.chunks > 1:
-            warn(
-                "no argument has rows to split, so each replica gets all of them whole, as with "
-                "torch.nn.DataParallel: what a list of strings or an array gives comes once for "
-                "each device. Give tensors, or a class that register_batch_type makes known",
-                "_warned_of_copies",
-            )
-        return counts.pop() if counts else self.chunks
+        return counts.pop()
 
 
 @uncompiled
@@ -154,73 +150,58 @@ def rows(inputs: object, kwargs: object, dim: int) -> int:
 
 def sizes(value: object, dim: int) -> Iterator[int]:
     """The sizes of a chunk's tensors along the dimension along which the batch was split."""
-    if isinstance(value, PackedSequence):
-        yield sequences(value)
-    elif isinstance(value, Tensor):
-        if -value.dim() <= dim < value.dim():
-            yield value.size(dim)
-    else:
-        for part in contents(value, kind_of(value)).values():
-            yield from sizes(part, dim)
+    for leaf in containers.leaves(value):
+        if isinstance(leaf, PackedSequence):
+            yield int(leaf.batch_sizes[0])
+        elif isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim():
+            yield leaf.size(dim)
 
 
 def _split(value: object, plan: _Plan, path: str) -> Sequence[Any]:
-    rule, kind = rules_of(type(value))[0], kind_of(value)
-    size = None
+    rule, size = containers.rules_of(type(value))[0], None
     if rule is not None:
-        pieces = _split_by_rule(rule, value, plan, path)
-    elif isinstance(value, PackedSequence):
-        size, pieces = sequences(value), split_packed(value, plan.views)
-    elif isinstance(value, Tensor) and value.dim():
-        shape, dim = tuple(value.shape), plan.dim
-        if not -len(shape) <= dim < len(shape):
-            raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-len(shape)}, "
-                f"{len(shape) - 1}], but got {dim}): {path} has shape {shape} and cannot be split "
-                f"along dim {dim}"
+        extra = {"sizes": plan.sizes} if "sizes" in inspect.signature(rule).parameters else {}
+        if plan.weights is not None and not extra:
+            raise ValueError(
+                f"{path} is split by a rule of its class that takes no sizes, so it cannot be "
+                "split with chunk_weights: give the rule a parameter sizes, a function from a "
+                "number of rows to the rows of each chunk"
             )
-        size, pieces = shape[dim], plan.views(value, dim)
+        pieces = list(rule(value, plan.chunks, plan.dim, **extra))
+        if not 1 <= len(pieces) <= plan.chunks:
+            raise ValueError(
+                f"{path} was split by its own rule into {len(pieces)} chunks, "
+                f"expected 1 to {plan.chunks}"
+            )
+    elif isinstance(value, PackedSequence):
+        # Upstream cuts their rows and their batch sizes alike (pytorch#31422).
+        size, (padded, lengths) = int(value.batch_sizes[0]), pad_packed_sequence(value)
+        in_order = value.sorted_indices is None
+        pairs = zip(plan.views(padded, 1), plan.views(lengths, 0), strict=True)
+        pieces = [pack_padded_sequence(*pair, enforce_sorted=in_order) for pair in pairs]
+    elif isinstance(value, Tensor) and value.dim():
+        try:
+            size, pieces = value.size(plan.dim), [*plan.views(value, plan.dim)]
+        except IndexError as error:
+            shape = tuple(value.shape)
+            raise IndexError(f"{error}: {path} has shape {shape} and cannot be split") from None
     else:
-        return _split_parts(value, kind, plan, path)
+        return _split_parts(value, plan, path)
     plan.cuts.append((path, size, len(pieces)))
     return pieces
 
 
-def _split_by_rule(rule: Splitter, value: object, plan: _Plan, path: str) -> Sequence[Any]:
-    extra: dict[str, object] = {}
-    if "sizes" in inspect.signature(rule).parameters:
-        extra["sizes"] = plan.sizes
-    elif plan.weights is not None:
-        raise ValueError(
-            f"{path} is split by a rule of its class that takes no sizes, so it cannot be split "
-            "with chunk_weights: give the rule a parameter sizes, a function from a number of rows "
-            "to the rows of each chunk"
-        )
-    pieces = list(rule(value, plan.chunks, plan.dim, **extra))
-    if not 1 <= len(pieces) <= plan.chunks:
-        raise ValueError(
-            f"{path} was split by its own rule into {len(pieces)} chunks, "
-            f"expected 1 to {plan.chunks}"
-        )
-    return pieces
-
-
-def _split_parts(value: object, kind: ContainerKind, plan: _Plan, path: str) -> Sequence[Any]:
-    parts, before = contents(value, kind), len(plan.cuts)
+def _split_parts(value: Any, plan: _Plan, path: str) -> Sequence[Any]:
+    kind, before = containers.kind_of(value), len(plan.cuts)
+    parts = containers.contents(value, kind)
     split = [_split(part, plan, path + containers.step(kind, key)) for key, part in parts.items()]
     is_plain = isinstance(value, (dict, list, tuple))
     if not parts or (not is_plain and len(plan.cuts) == before):
         # nothing to split: an object without tensors is passed on as it is
         return [value] * plan.chunks
-    pieces = []
+    if kind is ContainerKind.SEQUENCE and not containers.is_namedtuple(value):
+        value = () if isinstance(value, tuple) else []  # subclasses become plain, as upstream
     # Parts with a cut have the agreed number of pieces, or `agreed` will raise; other parts have
     # one copy per device. So ending with the shortest drops copies, never rows.
-    for chunk in zip(*split, strict=False):
-        if kind is ContainerKind.SEQUENCE and not containers.is_namedtuple(value):
-            # subclasses become plain, as upstream
-            pieces.append(chunk if isinstance(value, tuple) else list(chunk))
-        else:
-            pieces.append(
-                containers.container_like(value, kind, dict(zip(parts, chunk, strict=True)))
-            )
-    return pieces
+    chunks = [dict(zip(parts, chunk, strict=True)) for chunk in zip(*split, strict=False)]
+    return [containers.container_like(value, kind, chunk) for chunk in chunks]

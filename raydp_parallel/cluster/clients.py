@@ -19,7 +19,7 @@ from raydp_parallel.cluster.ray_api import Actor
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.cuda import Hello
 from raydp_parallel.wire.channel import Channel
-from raydp_parallel.wire.flat import Flat, flat, unflat
+from raydp_parallel.wire.codec import Flat, flat, unflat
 from raydp_parallel.wire.trial import try_ipc
 
 _CPU = torch.device("cpu")
@@ -35,14 +35,11 @@ class Gone(Exception):
     """The replica is gone, by a cause as far as it is known at once."""
 
 
-def _late(timeout: float | None) -> str:
-    return f"no answer within {timeout:g} s, as Options(call_timeout) has it"
-
-
 class ActorClient:
     """An actor; its life is the Ray call that lasts as long as it does."""
 
     link = "ray"  # how bytes go
+    closed = False  # this end has hung up
     sent = received = 0
 
     def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
@@ -52,6 +49,28 @@ class ActorClient:
     def moved(self) -> tuple[int, int]:
         """Return the bytes of tensors that were sent and received."""
         return self.sent, self.received
+
+    @contextlib.contextmanager
+    def _line(self, timeout: float | None) -> Iterator[None]:
+        """Hang up if a message cannot be carried as a whole: another process takes over."""
+        if self.closed or not self._in_session():  # a call by Ray would start another cluster
+            raise Gone("its connection was closed")
+        try:
+            yield
+        except TimeoutError as error:
+            self.close()
+            raise Gone(f"no answer within {timeout:g} s, Options(call_timeout)") from error
+        except ray_api.TaskError:
+            raise
+        except (EOFError, OSError, ray_api.RayError) as error:
+            if isinstance(error, OSError) and error.errno not in _GONE:
+                raise
+            self.close()
+            by_ray = isinstance(error, ray_api.RayError)
+            raise Gone(ray_api.in_short(error) if by_ray else "its process ended") from error
+        except KeyboardInterrupt:
+            self.close()
+            raise
 
     def deliver(self, number: int, ref: object) -> None:
         """Let Ray bring an object of its store for a request that names the number."""
@@ -102,7 +121,7 @@ class NearClient(ActorClient):
         super().__init__(actor, hello._replace(near=True), life)
         self._channel = Channel(sock, summed=hello.device != "cpu")
         self.link = "windows"
-        self._socket: int | None = sock.fileno()
+        self._socket = sock.fileno()
         self._process = os.pidfd_open(hello.pid)
         weakref.finalize(self, os.close, self._process).atexit = False
         self._end, self._poll = select.poll(), select.poll()
@@ -120,25 +139,6 @@ class NearClient(ActorClient):
         try_ipc(self._channel, device)
         self.link = "ipc"
 
-    @contextlib.contextmanager
-    def _line(self, timeout: float | None) -> Iterator[None]:
-        """Hang up if a frame cannot be carried as a whole: another process takes over."""
-        try:
-            if self._socket is None:
-                raise Gone("its connection was closed")
-            yield
-        except TimeoutError as error:
-            self.close()
-            raise Gone(_late(timeout)) from error
-        except (EOFError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in _GONE:
-                raise
-            self.close()
-            raise Gone("its process ended") from error
-        except KeyboardInterrupt:
-            self.close()
-            raise
-
     def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
         with self._line(timeout):
@@ -155,7 +155,7 @@ class NearClient(ActorClient):
         with self._line(timeout):
             if not ready:
                 raise TimeoutError
-            if all(fd != self._socket for fd, _ in ready):
+            if self._socket not in dict(ready):
                 raise EOFError
             try:
                 return self._channel.receive(timeout, home)
@@ -165,7 +165,7 @@ class NearClient(ActorClient):
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
-        return self._socket is None or bool(self._poll.poll(seconds * 1e3))
+        return self.closed or bool(self._poll.poll(seconds * 1e3))
 
     def alive(self) -> bool:
         """Tell if it still runs, without waiting."""
@@ -173,8 +173,8 @@ class NearClient(ActorClient):
 
     def close(self) -> None:
         """Hang up."""
-        if self._socket is not None:
-            self._socket = None
+        if not self.closed:
+            self.closed = True
             self._channel.close()
 
     def end(self) -> None:
@@ -194,11 +194,10 @@ class FarClient(ActorClient):
 
     def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
-        if not self._in_session():  # a call would start another cluster
-            raise Gone("the Ray cluster was left")
-        parts = flat(request)
-        self.sent += parts[2].nbytes
-        self._answer = self.actor.answer.remote(*parts)
+        with self._line(timeout):
+            parts = flat(request)
+            self.sent += parts[2].nbytes
+            self._answer = self.actor.answer.remote(*parts)
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
@@ -208,16 +207,8 @@ class FarClient(ActorClient):
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """
-        if not self._in_session():
-            raise Gone("the Ray cluster was left")
-        try:
+        with self._line(timeout):
             found: Flat = ray_api.get(self._answer, timeout)
-        except TimeoutError as error:
-            raise Gone(_late(timeout)) from error
-        except ray_api.TaskError:
-            raise
-        except ray_api.RayError as error:
-            raise Gone(ray_api.in_short(error)) from error
         self._answer = None
         self.received += found[2].nbytes
         return unflat(found, home)

@@ -45,11 +45,6 @@ class Place(NamedTuple):
     number: int
 
     @property
-    def device_id(self) -> DeviceId:
-        """The entry of ``device_ids`` that names this place."""
-        return self.number if self.kind == "gpu" else "cpu"
-
-    @property
     def device(self) -> str:
         """The device, as torch writes it."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.number}"
@@ -115,9 +110,8 @@ def all_gpus(options: Options) -> list[int]:
             f"Options(label_selector={dict(options.label_selector)}) is true: give device_ids"
         )
     own = torch.cuda.device_count() * options.replicas_per_gpu
-    if not ray_api.connect(start=own > 1):
-        return list(range(own))
-    return list(range(len(homes("gpu", options))))
+    cluster = ray_api.connect(start=own > 1)
+    return list(range(len(homes("gpu", options)) if cluster else own))
 
 
 def check_gpus(ids: Sequence[int], options: Options) -> None:
@@ -160,10 +154,8 @@ def homes(kind: str, options: Options) -> list[Node]:
     suitable = [n for n in nodes() if all(n.total.get(k, 0.0) >= needs[k] for k in needs)]
     if kind == "cpu":  # a head that was started without CPUs is left alone
         return [node for node in suitable if node.total.get("CPU", 0) > 0] or suitable
-    found: list[Node] = []
-    for node in suitable:
-        found += [node] * (int(node.total.get("GPU", 0)) * options.replicas_per_gpu)
-    return found
+    per = options.replicas_per_gpu
+    return [node for node in suitable for _ in range(int(node.total.get("GPU", 0)) * per)]
 
 
 def at_home(wanted: Places, options: Options) -> dict[Place, str]:
@@ -185,15 +177,15 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
         if needs := booked(kind, options):
             amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
             each.append(f"each {kind.upper()} replica with {amounts}")
+    ids = [place.number if place.kind == "gpu" else "cpu" for place in absent]
     labels = f", on nodes with {dict(options.label_selector)}" if options.label_selector else ""
     return NoRoom(
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
         f"({'; '.join(each) or 'which book nothing'}{labels}); after "
-        f"{options.placement_timeout:g} s the replicas for device_ids "
-        f"{[place.device_id for place in absent]} had no place. Free now: "
-        f"{ray_api.free(('GPU', 'CPU', *options.resources))}, on {len(nodes())} node(s). End what "
-        "holds the rest (`ray list placement-groups` shows it; executors of this program: close "
-        "them), add nodes, book less, or use fewer device_ids or 'cpu' entries"
+        f"{options.placement_timeout:g} s those for device_ids {ids} had no place. Free now: "
+        f"{ray_api.free(('GPU', 'CPU', *options.resources))}, on {len(nodes())} node(s). Close "
+        "other executors, end what `ray list placement-groups` shows, add nodes, book less, or use "
+        "fewer device_ids or 'cpu' entries"
     )
 
 
@@ -214,8 +206,7 @@ class Holds:
         self._holds: dict[Place, Hold] = {}
         self._lock = threading.Lock()  # replicas are also started in the background
         if options.label_selector and not ray_api.BY_LABEL:
-            text = f"Options(label_selector=...): Ray {ray_api.VERSION} cannot place by label"
-            raise PlacementError(text)
+            raise PlacementError("Options(label_selector=...) needs Ray 2.49 or newer")
 
     def claim(self, wanted: Places, over: Over) -> dict[Place, Hold]:
         """Hold something for each place until it is over; with ``elastic`` for some, at once."""
@@ -225,16 +216,14 @@ class Holds:
         found = {place: hold for place, hold in known.items() if hold.node in there}
         for place, hold in known.items():  # Ray moves the bundles of groups that stay
             while place in self._holds and place not in found and not over():
-                if hold.group is not None and ray_api.is_placed(hold.group):
-                    found[place] = hold._replace(node=ray_api.nodes_of(hold.group)[hold.bundle])
+                moved = ray_api.nodes_of(hold.group) if hold.group is not None else None
+                if moved:
+                    found[place] = hold._replace(node=moved[hold.bundle])
                 time.sleep(ray_api.PAUSE)
         elastic, home = self._options.elastic, at_home(wanted, self._options)
-        missing = []
-        for place in wanted:
-            if place not in self._holds and booked(place.kind, self._options):
-                missing.append(place)
-            elif place not in self._holds:
-                found[place] = Hold(None, 0, home[place])
+        new = [place for place in wanted if place not in self._holds]
+        missing = [place for place in new if booked(place.kind, self._options)]
+        found |= {place: Hold(None, 0, home[place]) for place in new if place not in missing}
         near = [[place] for place in missing if place in home]
         taken = {}
         if near and not self._options.label_selector and (elastic or len(near) == len(missing)):
@@ -251,33 +240,31 @@ class Holds:
         """Make a group for each part, and return the holds if all have room; with ``elastic`` those
         that have. With homes the groups are tied to these, and wait for no room.
         """
-        made: list[tuple[Group, Places]] = []
-        kept: list[Group] = []
+        made: dict[Group, Places] = {}
+        holds: dict[Place, Hold] = {}
         try:
             for part in parts:
                 bundles = [booked(place.kind, self._options) for place in part]
                 devices = ",".join(f"{'cpu' * (p.kind == 'cpu')}{p.number}" for p in part)
                 name = f"raydp:{self._name}:{devices}~{uuid.uuid4().hex[:8]}"
                 pins = [home.get(place, "") for place in part]
-                group = ray_api.group(name, bundles, pins, self._options.label_selector)
-                made.append((group, part))
+                made[ray_api.group(name, bundles, pins, self._options.label_selector)] = part
             while True:
-                placed = [ray_api.is_placed(group) for group, _ in made]
+                placed = [ray_api.nodes_of(group) for group in made]
                 if (None not in placed and (home or any(placed))) or over():
                     break
                 time.sleep(ray_api.PAUSE)
-            if not all(placed) and not self._options.elastic:
-                return {}
-            ready = [one for one, there in zip(made, placed, strict=True) if there]
-            holds = {}
-            for group, part in ready:
-                for bundle, node in enumerate(ray_api.nodes_of(group)):
-                    holds[part[bundle]] = Hold(group, bundle, node)
-            holds = _in_order(holds, [node.id for node in nodes()])
-            kept = [group for group, _ in ready]
-            return holds
+            order = [node.id for node in nodes()]
+            if all(placed) or self._options.elastic:
+                holds = {
+                    part[bundle]: Hold(group, bundle, node)
+                    for (group, part), there in zip(made.items(), placed, strict=True)
+                    for bundle, node in enumerate(there or ())
+                }
+            return _in_order(holds, order)
         finally:
-            ray_api.remove([group for group, _ in made if group not in kept])
+            kept = {hold.group for hold in holds.values()}
+            ray_api.remove([group for group in made if group not in kept])
 
     def release(self, wanted: Iterable[Place] | None = None) -> None:
         """Release the holds of some places, by default all. A group that others have, too, stays

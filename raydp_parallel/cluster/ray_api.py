@@ -26,8 +26,7 @@ from ray._private import worker
 from ray._private.state import state
 from ray._private.worker import global_worker
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
-from ray.util.metrics import Counter as Counter
-from ray.util.metrics import Gauge as Gauge
+from ray.util.metrics import Counter, Gauge
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -52,7 +51,6 @@ Group = PlacementGroup
 Actor = Any  # Ray makes a handle's methods at run time
 RayError = ray.exceptions.RayError
 TaskError = ray.exceptions.RayTaskError
-VERSION = ray.__version__
 
 TURN = 0.2
 """Seconds of one wait inside Ray, which itself checks for Ctrl-C only once a second."""
@@ -69,7 +67,7 @@ def session() -> Callable[[], bool]:
     to Ray would start another cluster.
     """
     core = global_worker.core_worker  # type: ignore[attr-defined]
-    return lambda: connected() and global_worker.core_worker is core  # type: ignore[attr-defined]
+    return lambda: ray.is_initialized() and global_worker.core_worker is core  # type: ignore[attr-defined]
 
 
 class _ParentsConnection:
@@ -118,8 +116,7 @@ def inherited() -> bool:
 
 
 _CLIENT = (
-    "a ray:// client connection cannot run replicas: it has no object store and adds a "
-    "proxy to every call. Start the driver on a machine of the cluster "
+    "a ray:// client connection cannot run replicas: start the driver on a machine of the cluster "
     "(ray.init(address='auto')), or submit it as a Ray job"
 )
 _ANSWERS = 5.0
@@ -154,28 +151,15 @@ def connect(start: bool = True) -> bool:
         return True
     if start:
         log.warning("starting Ray on this machine, which takes some seconds")
-        _start()
+        # Ray's workers have a niceness of 15. On a machine with all cores busy, replicas then get a
+        # 30th of what data loaders get.
+        config = {} if NICENESS in os.environ else {"worker_niceness": 0}
+        # The folder is of its user alone: in Ray's every user could take the place of its sockets.
+        ray.init(address="local", _temp_dir=_folder(), _system_config=config)
         _ours = session()
         if os.environ.get("RAY_AUTH_MODE") == "token":
             log.warning("`ray get-auth-token` prints the token that Ray's dashboard asks for")
     return start
-
-
-def _start() -> None:
-    """Start a cluster of this program's own.
-
-    Ray's workers have a niceness of 15. On a machine with all cores busy, replicas then get a 30th
-    of what data loaders get. Here they have its own priority. The folder is of its user alone: in
-    Ray's every user could take the place of its sockets.
-    """
-    ours = NICENESS not in os.environ
-    if ours:
-        os.environ[NICENESS] = "0"
-    try:
-        ray.init(address="local", _temp_dir=_folder())
-    finally:
-        if ours:
-            os.environ.pop(NICENESS, None)
 
 
 def _temporary() -> str:
@@ -221,12 +205,11 @@ warn_once = functools.cache(log.warning)
 def _silent(address: str) -> str:
     """Say why a cluster does not answer at an address; empty if it does, or Ray has to find out."""
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
-    except OSError as error:
-        return f"does not answer ({error})"
-    except ValueError:
-        pass  # no address that can be tried here
+    with contextlib.suppress(ValueError):  # no address that can be tried here
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
+        except OSError as error:
+            return f"does not answer ({error})"
     return ""
 
 
@@ -238,18 +221,12 @@ def disconnect() -> None:
 
 def is_private() -> bool:
     """Tell if this process started the cluster: then it is one machine, and gets no others."""
-    own: Any = worker._global_node
-    return own is not None and bool(own.head)
+    return bool(getattr(worker._global_node, "head", False))
 
 
 def here() -> str:
     """Return the node of this process."""
     return str(ray.get_runtime_context().get_node_id())
-
-
-def job() -> str:
-    """Return the job of this process."""
-    return str(ray.get_runtime_context().get_job_id()) if connected() else "none"
 
 
 def get(ref: Any, timeout: float | None = None) -> Any:
@@ -271,10 +248,8 @@ def late(refs: Sequence[object], seconds: float = 0.0) -> list[object]:
     return list(ray.wait([*refs], num_returns=len(refs), timeout=seconds)[1])
 
 
-def kill(actor: Actor) -> None:
-    """End an actor at once. After the end of the session there is none."""
-    if connected():
-        ray.kill(actor)
+kill = ray.kill
+"""Ends an actor at once."""
 
 
 def in_short(error: BaseException) -> str:
@@ -334,18 +309,15 @@ def group(
     return made
 
 
-def is_placed(group: Group) -> bool | None:
-    """Tell if a group has got its bundles; None until Ray has looked for room."""
+def nodes_of(group: Group) -> list[str] | None:
+    """Return the node of each bundle of a group, none where there is no room for it; None until Ray
+    has looked.
+    """
     known = placement_group_table(group)
     if known.get("state") == "CREATED":
-        return True
+        return [node for _, node in sorted(known["bundles_to_node_id"].items())]
     why = known.get("stats", {}).get("scheduling_state")
-    return False if why in ("NO_RESOURCES", "INFEASIBLE") else None
-
-
-def nodes_of(group: Group) -> list[str]:
-    """Return the node of each bundle of a group that was placed."""
-    return [node for _, node in sorted(placement_group_table(group)["bundles_to_node_id"].items())]
+    return [] if why in ("NO_RESOURCES", "INFEASIBLE") else None
 
 
 def remove(groups: Collection[Group]) -> None:
@@ -367,24 +339,33 @@ _NAMESPACE = b"raydp_parallel/1"
 
 
 _NOTHING = 5e-324  # the least number above 0
+_metric = functools.cache(lambda kind, *about: kind(*about))
 
 
-def record(metric: Counter | Gauge, value: float, labels: dict[str, str]) -> None:
-    """Add to a counter, or set a gauge."""
-    if isinstance(metric, Gauge):
-        metric.set(value, labels)
-    else:  # inc() refuses 0, but a counter that does not begin at 0 shows its first step as none
-        metric.inc(value or _NOTHING, labels)
+def count(name: str, description: str, labels: dict[str, str], value: float) -> None:
+    """Add to a counter, always with the same labels."""
+    # inc() refuses 0, but a counter that does not begin at 0 shows its first step as none.
+    _metric(Counter, name, description, tuple(labels)).inc(value or _NOTHING, labels)
 
 
-def put_entry(key: str, value: str) -> None:
-    """Write an entry of Ray's key-value store; ``key`` begins with the job and a colon."""
-    internal_kv_get_gcs_client().internal_kv_put(key.encode(), value.encode(), True, _NAMESPACE)
+def gauge(name: str, description: str, labels: dict[str, str], value: float) -> None:
+    """Set a gauge."""
+    _metric(Gauge, name, description, tuple(labels)).set(value, labels)
 
 
-def delete_entry(key: str) -> None:
-    """Delete an entry."""
-    internal_kv_get_gcs_client().internal_kv_del(key.encode(), False, _NAMESPACE)
+def _key(name: str) -> bytes:
+    # Not Ray's public question for the job, which would start another cluster if this one was left.
+    return f"{global_worker.current_job_id.hex()}:{os.getpid()}:{name}".encode()
+
+
+def put_entry(name: str, value: str) -> None:
+    """Write an entry of this process's, by its name, to Ray's key-value store."""
+    internal_kv_get_gcs_client().internal_kv_put(_key(name), value.encode(), True, _NAMESPACE)
+
+
+def delete_entry(name: str) -> None:
+    """Delete it."""
+    internal_kv_get_gcs_client().internal_kv_del(_key(name), False, _NAMESPACE)
 
 
 def entries(address: str | None = None) -> list[str]:

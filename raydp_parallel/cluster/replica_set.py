@@ -25,7 +25,6 @@ from raydp_parallel.options import Options
 
 log = logging.getLogger("raydp_parallel")
 
-_LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
 _INSTEAD = "Its chunks run again on other replicas, and a new one starts in the background"
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
@@ -41,8 +40,8 @@ class ReplicaSlot:
         place, index: The device, its number in the executor.
         client: The client of its replica, or of the last one.
         life: The number of processes that it has had.
-        state: ``"ready"``, ``"starting"``, ``"dead"``, ``"away"`` (an elastic executor has no room
-            for it) or ``"closed"``.
+        state: ``"ready"``, ``"starting"`` (after its cluster was left), ``"dead"``, ``"away"`` (an
+            elastic executor has no room for it) or ``"closed"``.
         answered: True if its replica has answered a call.
         cause: The cause of its last death.
         in_vain: How many of its processes ended, one after the other, before they answered.
@@ -56,7 +55,7 @@ class ReplicaSlot:
         self.place, self.index = place, index
         self.client: Any = None
         self.life = self.in_vain = 0
-        self.state = "starting"
+        self.state = "away"
         self.cause = ""
         self._reset()
 
@@ -81,16 +80,17 @@ class ReplicaSlot:
     def info(self) -> ReplicaInfo:
         """Describe it for users."""
         device = self.place.device
-        hello = Hello(0, "", device) if self.client is None else self.client.hello
+        known = self.client is not None and self.state != "starting"
+        hello = self.client.hello if known else Hello(0, "", device)
         return ReplicaInfo(self.index, device, hello.node, hello.pid, self.state, hello.gpu)
 
     def __str__(self) -> str:
         info = self.info()
         where = f" (pid {info.pid}, node {info.node[:8]})" if info.pid else ""
-        return f"replica {self.index} for device {self.place.device_id}{where}"
+        return f"replica {self.index} for device {self.place.device}{where}"
 
 
-class Successor:
+class Successor(threading.Thread):
     """The next replica of a slot. A thread of its own starts it, and never takes the set's lock:
     the next call picks up what it started.
 
@@ -102,66 +102,61 @@ class Successor:
     Attributes:
         client: Its client, once it has started.
         problem: Why it has not started yet, or never will.
-        thread: The thread.
     """
 
     def __init__(self, slot: ReplicaSlot, starter: Starter, died: str) -> None:
+        super().__init__(name="raydp-respawn", daemon=True)
         self.client: Client | None = None
         self.problem: errors.ParallelError | None = None
-        self._slot, self._starter = slot, starter
-        self.thread = threading.Thread(
-            target=self._work, args=(slot.client, died), name="raydp-respawn", daemon=True
-        )
-        self.thread.start()
+        self._slot, self._starter, self._dead, self._died = slot, starter, slot.client, died
+        self.start()
 
-    def _work(self, dead: Client, died: str) -> None:
-        slot, device = self._slot, self._slot.place.device_id
+    def run(self) -> None:
+        """Start it."""
         try:
-            if died:  # Ray takes a while to know the cause, and something may be left of it
-                cause = dead.cause() or slot.cause
-                dead.end()
-                log.warning("%s: %s. %s", died, cause, _INSTEAD)
-            self.client = self._start()
-        except errors.ParallelError as error:
+            if self._died:  # Ray takes a while to know the cause, and something may be left of it
+                cause = self._dead.cause() or self._slot.cause
+                self._dead.end()
+                log.warning("%s: %s. %s", self._died, cause, _INSTEAD)
+            self.client = self._first()
+        except errors.ClusterError as error:  # it was left
             self.problem = error
-            log.error("no replica for device %s: %s", device, error)
         except Exception as error:  # of any kind: no call may wait for ever
             self.problem = errors.ClusterError(f"no replica could be started: {error!r}")
-            log.exception("no replica for device %s", device)
+            if not self._starter.ended.is_set():
+                log.exception("no replica for device %s", self._slot.place.device)
         if self.client is not None and self._starter.ended.is_set():  # unnoticed
             self.client.end()
 
-    def _start(self) -> Client | None:
+    def _first(self) -> Client | None:
+        """Try until there is one; None if nobody needs it any more."""
         slot, starter = self._slot, self._starter
         while True:
             pause = min(_PAUSES[0] * 2**slot.in_vain, _PAUSES[1]) if slot.in_vain else 0.0
             if pause == _PAUSES[1]:
                 text = "device %s: %d replicas ended before they answered; the next starts in %g s"
-                log.warning(text, slot.place.device_id, slot.in_vain, pause)
+                log.warning(text, slot.place.device, slot.in_vain, pause)
             if starter.ended.wait(pause):
                 return None
-            if not starter.alive():
-                raise errors.ClusterError(_LEFT)
             try:
                 return starter.start({slot.place: slot.index}, background=True)[slot.place]
             except errors.PlacementError as error:
-                if starter.needless():
-                    continue  # which ends above
-                if not isinstance(error, errors.NoRoom):  # a process was started
-                    slot.in_vain += 1
+                slot.in_vain += not isinstance(error, errors.NoRoom)  # a process was started
                 level = logging.INFO if self.problem else logging.WARNING
-                log.log(level, "device %s waits for a replica: %s", slot.place.device_id, error)
+                log.log(level, "device %s waits for a replica: %s", slot.place.device, error)
                 self.problem = error
 
 
 class ReplicaSet:
-    """The slots of an executor.
+    """The slots of an executor. Whoever changes or calls them holds the lock.
 
     Attributes:
         slots: The slots by place, in the order in which they were first filled.
         recorder: The executor's counters.
         closed: True if it was closed.
         forked: True if the replicas are those of the process from which this one was forked.
+        lock: The lock.
+        threads: `Starter.threads`, once there was a replica.
     """
 
     def __init__(self, options: Options, name: str) -> None:
@@ -169,74 +164,54 @@ class ReplicaSet:
         self.slots: dict[Place, ReplicaSlot] = {}
         self.recorder = Recorder(name)
         self.closed = self.forked = False
+        self.lock = threading.RLock()
         self._starter: Starter | None = None
-        self._lock = threading.RLock()
         _sets.add(self)
-
-    def after_fork(self) -> None:
-        """Leave the replicas to the parent; a thread that is not here may hold its lock."""
-        self._lock = threading.RLock()
-        self.forked = self.forked or self._starter is not None
-
-    @property
-    def lock(self) -> threading.RLock:
-        """The lock that is held while slots change and while calls run."""
-        if self.forked:
-            raise errors.forked()
-        return self._lock
 
     def ready(self) -> list[ReplicaSlot]:
         """Return the slots that can be called."""
-        return [slot for slot in self.slots.values() if slot.ready]
+        return [slot for slot in [*self.slots.values()] if slot.ready]
 
     def slots_for(self, ids: Sequence[DeviceId]) -> list[ReplicaSlot]:
         """Return the slots for ``device_ids``, and start those that never had a replica. A dead one
         is replaced in the background while others stand in.
         """
         wanted = places(tuple(ids))
-        with self.lock:
-            self._refresh()
-            self._pick_up()
-            if self.options.elastic:
-                self._leave_nodes()
-            self._fill([p for p in wanted if p not in self.slots or not self.slots[p].ready])
-            return [self.slots[place] for place in wanted]
+        starter = self._refresh()
+        if self.options.elastic:
+            self._leave_nodes(starter)
+        if not all([place in self.slots and self.slots[place].ready for place in wanted]):
+            self._fill(wanted, starter)
+        return [self.slots[place] for place in wanted]
 
     def _refresh(self) -> Starter:
         """Make sure that replicas belong to the cluster that is connected now."""
         if self.closed:
             raise errors.ExecutorClosed(_CLOSED)
-        if self._starter is not None and self._starter.alive():
-            return self._starter
-        if self._starter is not None:  # the cluster was left, and the replicas with it
+        if self._starter is None or not self._starter.alive():
+            # The cluster was left, and the replicas with it.
             self._stop_successors()
             for slot in self.slots.values():
                 slot.state = "starting"
-        self._starter = Starter(self.recorder.name, self.options)
+            self._starter = Starter(self.recorder.name, self.options)
+            self.threads = self._starter.threads
         return self._starter
 
-    def _fill(self, missing: Sequence[Place]) -> None:
+    def _fill(self, asked: Sequence[Place], starter: Starter) -> None:
         """Start replicas in new places; see to it that the others' are on their way."""
-        numbers = itertools.count(len(self.slots))
-        wanted: dict[Place, int] = {}
-        for place in dict.fromkeys(missing):
-            slot = self.slots.get(place)
-            if slot is None or slot.state == "starting":
-                wanted[place] = next(numbers) if slot is None else slot.index
-            else:
-                self._succeed(slot)
-        if not wanted:
-            return
-        started = self._refresh().start(wanted)
-        for place, index in wanted.items():
-            slot = self.slots.setdefault(place, ReplicaSlot(place, index))
-            if place in started:
-                self._install(slot, started[place])
-            else:  # an elastic executor begins without it
-                slot.state = "away"
-                self._succeed(slot)
-        hellos = [(slot.place.number, slot.client.hello) for slot in self.ready()]
-        check_balance([(number, hello) for number, hello in hellos if hello.memory])
+        self._pick_up()
+        new = [place for place in dict.fromkeys(asked) if place not in self.slots]
+        if new:
+            numbers = dict(zip(new, itertools.count(len(self.slots))))
+            started = starter.start(numbers)
+            for place, index in numbers.items():
+                slot = self.slots[place] = ReplicaSlot(place, index)
+                if place in started:  # an elastic executor may begin without it
+                    self._install(slot, started[place])
+            check_balance([(slot.place.number, slot.client.hello) for slot in self.ready()])
+        for place in asked:
+            if not self.slots[place].ready:
+                self._succeed(self.slots[place])
 
     def _install(self, slot: ReplicaSlot, client: Client) -> None:
         slot.install(client)
@@ -252,19 +227,18 @@ class ReplicaSet:
         """Make sure that a successor starts."""
         assert self._starter is not None
         known = slot.successor
-        on_its_way = known is not None and (known.thread.is_alive() or known.client is not None)
+        on_its_way = known is not None and (known.is_alive() or known.client is not None)
         if not on_its_way and not self._starter.ended.is_set():
             slot.successor = Successor(slot, self._starter, died)
 
-    def _leave_nodes(self) -> None:
+    def _leave_nodes(self, starter: Starter) -> None:
         """Leave nodes that are about to end, if replicas of the same kind stay elsewhere."""
-        leaving = self._refresh().leaving()
-        going = [s for s in self.ready() if s.client.hello.node in leaving]
-        staying = {slot.place.kind for slot in self.ready() if slot not in going}
+        leaving, ready = starter.leaving(), self.ready()
+        staying = {slot.place.kind for slot in ready if slot.client.hello.node not in leaving}
         # The end of others, if it comes, is handled as a death.
-        going = [slot for slot in going if slot.place.kind in staying]
+        going = [s for s in ready if s.client.hello.node in leaving and s.place.kind in staying]
         end_all(slot.client for slot in going)
-        self._refresh().release([slot.place for slot in going])
+        starter.release([slot.place for slot in going])
         for slot in going:
             slot.state = "away"
             self.recorder.event(f"{slot} left its node, which is about to end")
@@ -277,60 +251,44 @@ class ReplicaSet:
             return slot
         kind = [other for other in self.slots.values() if other.place.kind == slot.place.kind]
         timeout = self.options.placement_timeout
-        while True:
-            self._pick_up()
-            able = [other for other in kind if other.ready]
-            if slot in able:
-                return slot
-            if able:
-                return min(able, key=lambda s: (load.get(s, 0), s.index))
-            if not self._wait(kind, timeout):
-                late = f"all replicas died, and no new one started in {timeout:g} s"
-                known = [other.successor.problem for other in kind if other.successor]
-                raise next(filter(None, known), errors.PlacementError(late))
+        if not self._wait(kind, timeout):
+            late = f"all replicas died, and no new one started in {timeout:g} s"
+            known = [other.successor.problem for other in kind if other.successor]
+            raise next(filter(None, known), errors.PlacementError(late))
+        able = [other for other in kind if other.ready]
+        return min(able, key=lambda s: (s is not slot, load.get(s, 0), s.index))
 
     def lost(self, slot: ReplicaSlot, life: int, phase: str, cause: str) -> None:
         """Note that a replica died in a phase of a call, once, and replace it in the background."""
-        with self.lock:
-            if slot.life != life or not slot.ready:
-                return
-            slot.state, slot.cause = "dead", cause
-            slot.in_vain = 0 if slot.answered else slot.in_vain + 1
-            died = f"{slot} died in {phase}"
-            self.recorder.died(slot.index, f"{died}: {cause}")
-            self._succeed(slot, died)
-
-    def threads(self, chunks: int) -> int | None:
-        """Return torch's threads for each of so many chunks on CPUs; None leaves them."""
-        starter = self._starter
-        if starter is None or not starter.alive():  # forward makes sure of one
-            text = "the Ray cluster was left, and the replicas with it: run forward again"
-            raise errors.GraphLost(text)
-        return starter.threads(chunks)
+        if slot.life != life or not slot.ready:
+            return
+        slot.state, slot.cause = "dead", cause
+        slot.in_vain = 0 if slot.answered else slot.in_vain + 1
+        died = f"{slot} died in {phase}"
+        self.recorder.died(slot.index, f"{died}: {cause}")
+        self._succeed(slot, died)
 
     def grow(self, timeout: float) -> int:
         """Wait until each slot has a replica, or the time is over; returns how many were added."""
-        with self.lock:
-            self._refresh()
-            before = len(self.ready())
-            deadline = time.monotonic() + timeout
-            while True:
-                self._pick_up()
-                missing = [slot for slot in self.slots.values() if not slot.ready]
-                for slot in missing:
-                    self._succeed(slot)
-                if not missing or not self._wait(missing, deadline - time.monotonic()):
-                    return len(self.ready()) - before
+        self._refresh()
+        before = len(self.ready())
+        deadline = time.monotonic() + timeout
+        while True:
+            missing = [slot for slot in self.slots.values() if not slot.ready]
+            for slot in missing:
+                self._succeed(slot)
+            if not missing or not self._wait(missing, deadline - time.monotonic()):
+                return len(self.ready()) - before
 
     def _wait(self, slots: Collection[ReplicaSlot], timeout: float) -> bool:
-        """Wait until a successor of one of the slots is there; False if none comes in time."""
+        """Wait until one of the slots has a replica; False if none comes in time."""
         deadline = time.monotonic() + timeout
         while True:
             coming = [slot.successor for slot in slots if slot.successor is not None]
-            works = any(
-                one.thread.is_alive() for one in coming
-            )  # asked first: one that ends may have started
-            if any(one.client is not None for one in coming):
+            # Asked first: one that ends may have started.
+            works = any(successor.is_alive() for successor in coming)
+            self._pick_up()
+            if any(slot.ready for slot in slots):
                 return True
             if self._starter is None or self._starter.ended.wait(_LOOK):
                 raise errors.ExecutorClosed(_CLOSED)
@@ -339,11 +297,9 @@ class ReplicaSet:
 
     def close(self) -> None:
         """End all replicas. A thread that holds the lock and waits for one stops waiting."""
-        if self.forked:
-            return
         if self._starter is not None:
             self._starter.ended.set()
-        with self._lock:
+        with self.lock:
             self.closed = True
             try:
                 self._stop_successors()
@@ -360,7 +316,7 @@ class ReplicaSet:
             self._starter.ended.set()
         late = [slot.successor for slot in [*self.slots.values()] if slot.successor is not None]
         for successor in late:
-            successor.thread.join(5.0)
+            successor.join(5.0)
         end_all([successor.client for successor in late if successor.client is not None])
         for slot in self.slots.values():
             slot.successor = None
@@ -378,8 +334,10 @@ def _stop_all() -> None:
 
 
 def _after_fork() -> None:
+    """Leave the replicas to the parent; a thread that is not here may hold the lock."""
     for known in [*_sets]:
-        known.after_fork()
+        known.lock = threading.RLock()
+        known.forked = known.forked or known._starter is not None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -30,14 +29,13 @@ from raydp_parallel.cluster.ray_api import Actor
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.ambient import environment
 from raydp_parallel.devices.cuda import Hello, own_gpu
-from raydp_parallel.errors import PlacementError
+from raydp_parallel.errors import ClusterError, GraphLost, PlacementError
 from raydp_parallel.options import Options
 from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 
 log = logging.getLogger("raydp_parallel")
 
-Clients = dict[Place, Client]
-
+_LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
 _BETWEEN_LOOKS = 1.0
 """Seconds between two checks for nodes that are about to end; each is a call to Ray."""
 
@@ -57,7 +55,6 @@ class Starter:
         self._name, self._options = name, options
         self._holds = Holds(name, options)
         self._ways = options.ways
-        self._leaving: frozenset[str] = frozenset()
         self._next_look = 0.0
         computing = homes("cpu", options) or ray_api.nodes()
         self._nodes = 1 if options.label_selector else len(computing)  # labels may leave one
@@ -69,6 +66,8 @@ class Starter:
 
         A function of the call alone: a chunk's bits must not depend on the replica that runs it.
         """
+        if not self.alive():  # forward makes sure of one that is
+            raise GraphLost("the Ray cluster was left, and the replicas with it: run forward again")
         if self._options.threads:
             return self._options.threads
         share = min(self._told, self._cores or self._told) // -(-chunks // self._nodes)
@@ -76,41 +75,38 @@ class Starter:
             share = min(share, torch.get_num_threads())
         return max(1, share)
 
-    def needless(self) -> bool:
-        """Tell if nobody needs further replicas, or there can be none."""
-        return self.ended.is_set() or not self.alive()
-
     def leaving(self) -> frozenset[str]:
-        """Return the nodes that are known to end soon, as of the last second."""
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + _BETWEEN_LOOKS
-            self._leaving = ray_api.draining()
-        return self._leaving
+        """Return the nodes that are known to end soon; none if somebody asked within a second."""
+        if time.monotonic() < self._next_look:
+            return frozenset()
+        self._next_look = time.monotonic() + _BETWEEN_LOOKS
+        return ray_api.draining()
 
-    def start(self, wanted: Mapping[Place, int], background: bool = False) -> Clients:
+    def start(self, wanted: Mapping[Place, int], background: bool = False) -> dict[Place, Client]:
         """Start a replica in each place, by its number in the executor, or raise `PlacementError`;
         with ``elastic`` in some. Nobody may need one any more that starts in the background.
 
         A place keeps its part of the cluster, also for its next replica, until it is released.
         """
-        timeout = self._options.placement_timeout
         begun = time.monotonic()
         said = begun + 3
 
         def over() -> bool:
             nonlocal said
             now = time.monotonic()
-            if background and self.needless():  # a question to Ray may start another cluster
-                raise PlacementError("this start is not needed any more")
+            # A question to Ray may start another cluster.
+            if background and (self.ended.is_set() or not self.alive()):
+                raise ClusterError(_LEFT)
             if not background and now >= said:
                 said = now + 10
                 text = "waiting for %d replicas: each needs a place, and imports torch"
                 log.warning(f"{text} (%.0f s)", len(wanted), now - begun)
-            return now >= begun + timeout
+            return now >= begun + self._options.placement_timeout
 
         actors: dict[Place, Actor] = {}
-        clients: Clients = {}
+        clients: dict[Place, Client] = {}
         try:
+            over()  # which raises if nobody needs them any more
             holds = self._holds.claim([*wanted], over)
             absent = [place for place in wanted if place not in holds]
             if absent and not (self._options.elastic and holds):
@@ -120,24 +116,29 @@ class Starter:
                     actors[place] = self._create(place, index, holds[place])
             hellos = self._greet(actors, {hold.node for hold in holds.values()}, over)
             for place, hello in hellos.items():
-                clients[place] = self._meet(actors[place], hello, over)
-                if not self._tried(clients[place]):
+                client = clients[place] = self._meet(actors[place], hello, over)
+                device = own_gpu(hello.gpu_uuid) if "ipc" in self._ways else None
+                try:
+                    if device is not None and isinstance(client, NearClient):
+                        client.try_ipc(device)
+                except Exception as error:  # the replica may hang, or its GPU not answer any more
+                    log.warning("CUDA IPC is left out, because its trial failed: %s", error)
+                    self._ways.discard("ipc")
                     clients.pop(place).end()
                     clients |= self.start({place: wanted[place]}, background)
             return clients
         except BaseException as error:
             if self.alive():
                 end_all(clients.values())
-                for place, actor in actors.items():
-                    if place not in clients:
-                        ray_api.kill(actor)
+                for actor in actors.values():
+                    ray_api.kill(actor)
                 self.release(wanted)
             if isinstance(error, ray_api.RayError):
                 hint = "" if "'raydp_parallel'" not in str(error) else ": install it on every node"
                 raise PlacementError(f"a replica did not start{hint}: {error}") from None
             raise
 
-    def _create(self, place: Place, index: int, hold: Hold) -> Actor:
+    def _create(self, place: Place, index: int, hold: Hold, number: int = 1) -> Actor:
         """Start an actor. Its name ends in a number if there is another of that name."""
         needs = booked(place.kind, self._options)
         early = {**(threads.MALLOC if place.kind == "cpu" else {}), **environment()}
@@ -146,16 +147,15 @@ class Starter:
         options["num_gpus"] = needs.pop("GPU", 0)
         options["resources"] = needs
         options["scheduling_strategy"] = ray_api.strategy(*hold)
-        for number in itertools.count(1):
-            end = f"~{number}" if number > 1 else ""
-            name = f"raydp:{self._name}:{index}@{place.device}{end}"
-            try:
-                return ReplicaActor.options(name=name, **options).remote(place.kind, index)  # type: ignore[attr-defined]
-            # another program of this namespace has it, or got it at the same moment
-            except ValueError as error:
-                if not re.search("already (taken|exists)", str(error)):
-                    raise
-        raise AssertionError("numbers do not end")
+        end = f"~{number}" if number > 1 else ""
+        name = f"raydp:{self._name}:{index}@{place.device}{end}"
+        try:
+            return ReplicaActor.options(name=name, **options).remote(place.kind, index)  # type: ignore[attr-defined]
+        # another program of this namespace has it, or got it at the same moment
+        except ValueError as error:
+            if not re.search("already (taken|exists)", str(error)):
+                raise
+            return self._create(place, index, hold, number + 1)
 
     def _greet(self, actors: dict[Place, Actor], nodes: set[str], over: Over) -> dict[Place, Hello]:
         """Wait until actors run, as long as their nodes do; returns what they say of themselves."""
@@ -167,9 +167,8 @@ class Starter:
             late = ray_api.late(late)
             ended = nodes - ray_api.living() if late else ended
         if late:
-            ids = [place.device_id for place, ref in hellos.items() if ref in late]
-            load = f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
-            why = f"see their logs. The load here is {load}; {ray_api.NICENESS}=0 may help"
+            ids = [place.device for place, ref in hellos.items() if ref in late]
+            why = f"see their logs; where all cores are busy, {ray_api.NICENESS}=0 may help"
             if ended:
                 why = f"nodes ended: {', '.join(n[:8] for n in ended)}"
             raise PlacementError(
@@ -189,10 +188,7 @@ class Starter:
         for name, mine in versions().items():
             if theirs[name] == mine:
                 continue
-            text = (
-                f"the replica for device {place.device_id} has {name} {theirs[name]}, the driver "
-                f"has {name} {mine}"
-            )
+            text = f"the replica for device {place.device} has {name} {theirs[name]}, not {mine}"
             if name == "raydp_parallel":
                 raise PlacementError(f"{text}: install the same on every node of the cluster")
             ray_api.warn_once(f"{text}: results may differ by rounding")
@@ -222,21 +218,6 @@ class Starter:
             why = ray_api.get(serving) or "its process is not the one that connected"
             log.warning("a replica of this node is called through Ray, 1 ms for each call: %s", why)
         return FarClient(actor, hello, actor.live.remote())
-
-    def _tried(self, client: Client) -> bool:
-        """Try windows on a GPU that driver and replica share. False if that failed: the replica may
-        hang, or its GPU may not answer any more.
-        """
-        device = own_gpu(client.hello.gpu_uuid) if "ipc" in self._ways else None
-        if device is None or not isinstance(client, NearClient):
-            return True
-        try:
-            client.try_ipc(device)
-        except Exception as error:
-            log.warning("CUDA IPC is left out, because its trial failed: %s", error)
-            self._ways.discard("ipc")
-            return False
-        return True
 
     def release(self, wanted: Iterable[Place] | None = None) -> None:
         """Release the holds of some places, by default all."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,26 +16,20 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
-_NAMES = {dtype: str(dtype)[6:] for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
 
 class CallContext(NamedTuple):
     """State that torch code may depend on besides its arguments."""
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[bool, str], ...]  # for each device type: enabled, dtype's name
+    autocast: tuple[tuple[bool, torch.dtype], ...]  # for each device type: enabled, dtype
     autocast_cache: bool
     anomaly: tuple[bool, bool]  # on, checks for NaN
     flags: tuple[object, ...]  # process-wide settings, see _FLAGS
 
 
-class _Flag(NamedTuple):
-    """One process-wide setting: how to read it, and how to set it."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-
+_Flag = tuple[Callable[[], Any], Callable[[Any], object]]
+"""One process-wide setting: how to read it, and how to set it."""
 
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 """The variable that torch reads before each matrix product if algorithms have to be
@@ -62,21 +56,6 @@ def environment() -> dict[str, str]:
     return {name: one for name, one in chosen if name in VARIABLES or name.startswith("NCCL_")}
 
 
-def _deterministic() -> tuple[bool, bool, str]:
-    on = torch.are_deterministic_algorithms_enabled()
-    return (
-        on,
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        os.environ.get(_WORKSPACES, "") if on else "",
-    )
-
-
-def _set_deterministic(value: tuple[bool, bool, str]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-    if value[2]:
-        os.environ[_WORKSPACES] = value[2]
-
-
 def _older(read: Callable[[], object], write: Callable[[Any], object]) -> _Flag:
     """A precision setting of torch's older interface, which raises when it is read after the newer
     interface was used.
@@ -88,7 +67,7 @@ def _older(read: Callable[[], object], write: Callable[[Any], object]) -> _Flag:
         except RuntimeError:
             return None
 
-    return _Flag(read_if_told, write)
+    return read_if_told, write
 
 
 def _attribute(path: str) -> _Flag:
@@ -97,15 +76,14 @@ def _attribute(path: str) -> _Flag:
     owner: Any = torch.backends
     for parent in parents:
         owner = getattr(owner, parent, None)
-    partial = functools.partial
-    return _Flag(partial(getattr, owner, name, None), partial(setattr, owner, name))
+    return partial(getattr, owner, name, None), partial(setattr, owner, name)
 
 
 def _attention(kind: str) -> _Flag:
     """A setting of `torch.backends.cuda` by two functions."""
     cuda = torch.backends.cuda
     read = getattr(cuda, f"{kind}_sdp_enabled", lambda: None)
-    return _Flag(read, getattr(cuda, f"enable_{kind}_sdp", lambda value: None))
+    return read, getattr(cuda, f"enable_{kind}_sdp", lambda value: None)
 
 
 def _reduction(name: str) -> _Flag:
@@ -114,7 +92,7 @@ def _reduction(name: str) -> _Flag:
     if not hasattr(matmul, second):
         return _attribute(f"cuda.matmul.{name}")
     both = operator.attrgetter(name, second)
-    return _Flag(functools.partial(both, matmul), functools.partial(setattr, matmul, name))
+    return partial(both, matmul), partial(setattr, matmul, name)
 
 
 _PRECISIONS = (
@@ -127,12 +105,13 @@ report. The general setting comes first: an operation without a setting of its o
 of mkldnn as a whole is left out, as torch sets the general one in its place.
 """
 
-_FLAGS = (
-    _Flag(
-        lambda: _NAMES[torch.get_default_dtype()],
-        lambda name: torch.set_default_dtype(getattr(torch, name)),
+_FLAGS: tuple[_Flag, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (
+        torch.get_deterministic_debug_mode,  # 0 off, 1 warns, 2 raises
+        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
     ),
-    _Flag(_deterministic, _set_deterministic),
+    (partial(os.environ.get, _WORKSPACES), partial(os.environ.__setitem__, _WORKSPACES)),
     _older(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     *map(_attribute, ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")),
     _older(*_attribute("cudnn.allow_tf32")),
@@ -143,13 +122,13 @@ _FLAGS = (
     *map(_attribute, _PRECISIONS),  # last, because the older settings change these as well
 )
 
-_READS = [flag.read for flag in _FLAGS]
+_READS = [read for read, _ in _FLAGS]
 
 
 def capture() -> CallContext:
     """The caller's state, now."""
     autocast = [
-        (torch.is_autocast_enabled(device), _NAMES[torch.get_autocast_dtype(device)])
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in _AUTOCAST_DEVICES
     ]
     return CallContext(
@@ -167,9 +146,9 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
     most often has the same.
     """
     if _flags() != context.flags:
-        for flag, value in zip(_FLAGS, context.flags, strict=True):
-            if value is not None and flag.read() != value:
-                flag.write(value)
+        for (read, write), value in zip(_FLAGS, context.flags, strict=True):
+            if value is not None and read() != value:
+                write(value)
     wanted = [enabled for enabled, _ in context.autocast]
     current = [torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES]
     if not (True in wanted or True in current or context.inference or context.anomaly[0]):
@@ -178,8 +157,8 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
         for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
-            kind, cache = getattr(torch, dtype), context.autocast_cache
-            stack.enter_context(torch.autocast(device, kind, enabled, cache_enabled=cache))
+            cache = context.autocast_cache
+            stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=cache))
         if context.anomaly[0]:
             stack.enter_context(
                 torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1])
@@ -207,6 +186,13 @@ def refuse_transforms() -> None:
     no bytes that could be sent, and what torch says of that names neither cause nor way out.
     """
     if _transforms() is not None:
+        raise NotImplementedError(_NO_TRANSFORMS)
+
+
+def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise the same for derivatives of forward mode, which would be lost in silence."""
+    duals = torch.autograd.forward_ad
+    if duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(_NO_TRANSFORMS)
 
 

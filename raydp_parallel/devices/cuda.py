@@ -50,11 +50,6 @@ class Hello(NamedTuple):
     cores: int = 0
     near: bool = False
 
-    @property
-    def maps(self) -> bool:
-        """True if its device is this machine's own memory, which it maps."""
-        return self.near and self.device == "cpu"
-
 
 def take_given(kind: str, ids: Sequence[str]) -> torch.device:
     """Take the device that Ray gave this process, and start CUDA there.
@@ -129,13 +124,11 @@ def _has_gpus() -> bool:
 
 def describe(device: torch.device, node: str) -> Hello:
     """Describe this process and its device, on a node with this id of Ray's."""
+    hello = Hello(os.getpid(), node, str(device))
     if device.type == "cpu":
-        return Hello(os.getpid(), node, str(device), cores=cores())
+        return hello._replace(cores=cores())
     found = torch.cuda.get_device_properties(device)
-    return Hello(
-        pid=os.getpid(),
-        node=node,
-        device=str(device),
+    return hello._replace(
         gpu=found.name,
         gpu_uuid=str(found.uuid),
         memory=found.total_memory,
@@ -167,10 +160,10 @@ def check_balance(found: Sequence[tuple[int, Hello]]) -> None:
     """Warn as upstream does if one GPU is much smaller than another.
 
     Args:
-        found: For each GPU replica its device id and its description.
+        found: For each replica its device id and its description.
     """
     for name in ("memory", "processors"):
-        sizes = sorted((getattr(hello, name), index) for index, hello in found)
+        sizes = sorted((getattr(hello, name), index) for index, hello in found if hello.memory)
         if sizes and sizes[0][0] < 0.75 * sizes[-1][0]:
             warn(_IMBALANCE.format(sizes[0][1], sizes[-1][1]))
             return

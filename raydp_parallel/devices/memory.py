@@ -15,15 +15,15 @@ import mmap
 import os
 import threading
 import weakref
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.layout import Layout, Run
+from raydp_parallel.devices.layout import Layout, Row, Run
 
 log = logging.getLogger("raydp_parallel")
 
-_CPU = torch.device("cpu")
 _TRIED = 1 << 20
 """Bytes that are copied both ways before memory of this kind is registered."""
 _FACTOR = 6364136223846793005
@@ -99,7 +99,6 @@ def copy_row(into: list[Tensor], values: list[Tensor]) -> None:
                 there.copy_(value)
 
 
-@torch.no_grad()
 def download(tensors: list[Tensor], layout: Layout, window: Run) -> torch.cuda.Stream | None:
     """Copy a row of tensors, from wherever they lie, into a window, and wait until they are there.
 
@@ -108,29 +107,22 @@ def download(tensors: list[Tensor], layout: Layout, window: Run) -> torch.cuda.S
     """
     gpu = gpu_of(tensors)
     if gpu is None:
-        torch._foreach_copy_(window.views(layout), tensors)
+        copy_row(window.views(layout), tensors)
         return None
     stream, near = torch.cuda.current_stream(gpu), window.memory.device == gpu
     flat = window.memory if near else torch.empty(layout.size, dtype=torch.uint8, device=gpu)
-    mine = [i for i, t in enumerate(tensors) if t.device == gpu]
-    _copy_some(window.views(layout) if near else layout.views(flat), tensors, mine)
+    mine, rest = [t.device == gpu for t in tensors], [t.device != gpu for t in tensors]
+    there = window.views(layout) if near else layout.views(flat)
+    copy_row([*compress(there, mine)], [*compress(tensors, mine)])
     if not near:
         copy_down(flat, window, 0, layout.size)
-    if len(mine) < len(tensors):  # over what lay between the others
-        rest = sorted({*range(len(tensors))} - {*mine})
-        _copy_some(window.views(layout), tensors, rest)
+    if any(rest):  # over what lay between the others
+        copy_row([*compress(window.views(layout), rest)], [*compress(tensors, rest)])
     if near:
         stream.synchronize()
     return stream
 
 
-def _copy_some(into: list[Tensor], tensors: list[Tensor], chosen: list[int]) -> None:
-    if len(chosen) < len(tensors):
-        into, tensors = [into[i] for i in chosen], [tensors[i] for i in chosen]
-    copy_row(into, tensors)
-
-
-@torch.no_grad()
 def copy_down(run: Tensor, window: Run, begin: int, end: int) -> None:
     """Copy a part of a GPU's run of bytes to a window of its size, and wait until it is there."""
     there = window.memory[begin:end]
@@ -142,7 +134,6 @@ def copy_down(run: Tensor, window: Run, begin: int, end: int) -> None:
         there.copy_(host)
 
 
-@torch.no_grad()
 def _up(window: Run, run: Tensor, begin: int, end: int) -> torch.cuda.Stream | None:
     """Copy a part of a window to a GPU's run; returns the stream that still reads the window."""
     stream, there = torch.cuda.current_stream(run.device), window.memory[begin:end]
@@ -181,13 +172,12 @@ def total(run: Tensor) -> int:
 
 def upload(
     layout: Layout, window: Run, device: torch.device
-) -> tuple[list[Tensor], Tensor, torch.cuda.Stream | None]:
+) -> tuple[Row, torch.cuda.Stream | None]:
     """Give the tensors of a window on a device: where they lie, if that is the device, else in a
-    copy of the whole. Those that require a gradient are new objects.
+    copy of the whole.
 
     Returns:
-        The tensors, memory that begins with their bytes, and the stream on which the window is
-        still read; None if it is not.
+        The tensors, and the stream on which the window is still read; None if it is not.
     """
     flat, stream = window.memory, None
     if flat.is_cuda:
@@ -195,13 +185,9 @@ def upload(
     elif device.type == "cuda":
         flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
         stream = _up(window, flat, 0, layout.size)
-    found = window.views(layout) if flat is window.memory else layout.views(flat)
-    if any([spec.grad for spec in layout.specs]):
-        found = [
-            view.detach().requires_grad_() if spec.grad else view
-            for view, spec in zip(found, layout.specs, strict=True)
-        ]
-    return found, flat, stream
+    row = Row(window.views(layout) if flat is window.memory else layout.views(flat))
+    row.layout, row.memory = layout, flat
+    return row, stream
 
 
 def _registered(window: Run, device: torch.device) -> bool:
@@ -245,7 +231,7 @@ def _may_register(device: torch.device) -> bool:
         torch.cuda.current_stream(device).synchronize()
         back = torch.empty_like(sent)
         back.copy_(host, non_blocking=True)
-        right = right and torch.equal(host, sent.to(_CPU)) and torch.equal(back, sent)
+        right = right and torch.equal(host, sent.cpu()) and torch.equal(back, sent)
     _unregister(host.data_ptr(), mapping, os.getpid())
     if not right:
         log.warning("copies from registered host memory were wrong on %s: it is staged", device)

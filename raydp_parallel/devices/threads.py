@@ -33,25 +33,22 @@ cost a replica a fifth of a step. Read as a process starts.
 
 _libc = ctypes.CDLL(None)
 _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -2, -3, -4  # of glibc's mallopt
-_SMALL, _LARGE = 1 << 20, 4 << 20
 
 
 def return_large_blocks() -> None:
     """Give large blocks back as they are freed, from now on. In a heap, those of a step that the
     replicas make lie between blocks that stay, and its holes grew to several times the weights.
     """
-    if hasattr(_libc, "mallopt"):
-        _libc.mallopt(_MMAP_THRESHOLD, _LARGE)
-        _libc.mallopt(_MMAP_MAX, 1 << 16)
-        # A heap with room at its end takes large blocks all the same.
-        _libc.mallopt(_TOP_PAD, _SMALL)
+    _libc.mallopt(_MMAP_THRESHOLD, 4 << 20)
+    _libc.mallopt(_MMAP_MAX, 1 << 16)
+    # A heap with room at its end takes large blocks all the same.
+    _libc.mallopt(_TOP_PAD, 1 << 20)
     give_back()
 
 
 def give_back() -> None:
     """Give the holes of the heap back, which freed blocks have left."""
-    if hasattr(_libc, "malloc_trim"):
-        _libc.malloc_trim(0)
+    _libc.malloc_trim(0)
 
 
 def cores() -> int:

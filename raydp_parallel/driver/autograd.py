@@ -39,6 +39,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
+from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph, own
 from raydp_parallel.driver.executor import Executor
@@ -49,7 +50,6 @@ from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY
 from raydp_parallel.state.mirror import Leaf, Mark
 from raydp_parallel.state.run import versions_of
-from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import (
     ADDED,
     KEPT,
@@ -97,10 +97,7 @@ class CallNode:
     def now(self) -> EnginePass:
         """The gradients and handles of the running pass of torch's engine."""
         task = torch._C._current_graph_task_id()
-        found = self.passes.get(task)
-        if found is None:
-            found = self.passes[task] = EnginePass({}, [], [])
-        return found
+        return self.passes.setdefault(task, EnginePass({}, [], []))
 
     def settle(
         self, sums: Mapping[int, Tensor], needed: Set[int], filled: Set[str]
@@ -175,15 +172,6 @@ class ForkNode(FunctionCtx):
     next_functions: Sequence[tuple[Node | None, int]]
 
 
-class JoinNode(FunctionCtx):
-    """A Join's node."""
-
-    call: CallNode
-    chunk: int
-    number: int
-    saved_tensors: tuple[Tensor, ...]
-
-
 class Fork(Function):
     """Leaves in, a token out. Saves no tensor, so it may run again."""
 
@@ -203,9 +191,8 @@ class Fork(Function):
         assert call is not None
         if call.executor.closed:
             raise ExecutorClosed(
-                "backward: the executor was closed, by close() or shutdown(), after the forward, "
-                "and the graphs ended with its replicas; run backward before closing it, or run "
-                "forward again with one that is open"
+                "backward: the executor was closed after the forward, and the graphs ended with "
+                "its replicas; run backward before closing it, or run forward again with another"
             )
         # Taken out: a pass that fails leaves nothing for the next one.
         ending = call.passes.pop(torch._C._current_graph_task_id())
@@ -244,7 +231,7 @@ class Join(Function):
 
     @staticmethod
     def forward(
-        ctx: JoinNode, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
+        ctx: Any, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
     ) -> Tensor:
         ctx.call, ctx.chunk, ctx.number = call, chunk, number
         ctx.save_for_backward(token)
@@ -254,7 +241,7 @@ class Join(Function):
 
     @staticmethod
     @ambient.uncompiled
-    def backward(ctx: JoinNode, *grads: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
         now = ctx.call.now
         now.grads.setdefault(ctx.call, {}).setdefault(ctx.chunk, {})[ctx.number] = grads[0]
@@ -492,17 +479,17 @@ class _Trip(Call):
         makes: RemoteGraph | None,
     ) -> None:
         master = part.chunk.master
-        super().__init__(part.chunk.slot, "backward", master.number, master.home)
+        super().__init__(part.chunk.slot, "backward", request, master)
         self.needs = [part.graph, *[graph for graph in graphs if graph is not part.graph]]
         if max(request.needed, default=SENT) >= KEPT:
             self.recipes = {graph: graph.recipe for graph in self.needs}
             self.needs.insert(0, master.resident.gradients.of(part.chunk.number))
-        self.part, self.makes, self._request = part, makes, request
+        self.part, self.makes = part, makes
         self._versions = versions_of(request.grads)
 
     def request(self, slot: ReplicaSlot, attempt: int) -> BackwardRequest:
         """Return the request; after the first attempt the driver sums."""
-        request = self._request
+        request: BackwardRequest = self.message
         if attempt and SUMMED in request.needed:
             terms, needed = request.terms, request.needed.replace(bytes([SUMMED]), bytes([SENT]))
             if terms.group is not None and not terms.group.layers:
@@ -512,5 +499,5 @@ class _Trip(Call):
 
     def changed(self) -> str | None:
         """Refuse to run again with other gradients."""
-        same = versions_of(self._request.grads) == self._versions
+        same = versions_of(self.message.grads) == self._versions
         return None if same else "a gradient that it was given was changed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -14,7 +15,7 @@ Begin = Callable[[int, tuple[object, ...], dict[str, object]], Callable[[], Any]
 
 def check(in_flight: object, on_error: object) -> None:
     """Check the arguments of `DataParallel.map`."""
-    if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int)):
+    if in_flight is not None and type(in_flight) is not int:
         raise TypeError(f"map: in_flight must be an int or None, got {in_flight!r}")
     if in_flight is not None and in_flight < 1:
         raise ValueError(f"map: in_flight={in_flight}, expected at least 1")
@@ -34,19 +35,16 @@ def outputs(
         on_error: ``"raise"`` if a batch that fails ends everything.
     """
     flying: deque[tuple[int, Callable[[], Any]]] = deque()
+    sent = ((at, begin(at, *_arguments(batch))) for at, batch in enumerate(batches))
     skipped: list[str] = []
-    loader, number = iter(batches), 0
     end: Exception | None = None  # of the loader: raised after the outputs before it
     try:
         while end is None or flying:
             if end is None and len(flying) < in_flight:
                 try:
-                    batch = next(loader)
+                    flying.append(next(sent))
                 except Exception as error:
                     end = error
-                else:
-                    flying.append((number, begin(number, *_arguments(batch))))
-                    number += 1
                 continue
             at, finish = flying.popleft()
             try:
@@ -61,11 +59,9 @@ def outputs(
         if not isinstance(end, StopIteration):
             raise end
     finally:
-        while flying:  # the loop was left early: no answer may be left behind
-            try:
-                flying.popleft()[1]()
-            except Exception:  # nobody asks for it any more
-                continue
+        for _, finish in flying:  # the loop was left early: no answer may be left behind
+            with contextlib.suppress(Exception):  # nobody asks for it any more
+                finish()
     if skipped:
         warnings.warn(f"map: {len(skipped)} batches failed: {'; '.join(skipped)}", stacklevel=2)
 

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from raydp_parallel.cluster.clients import Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
+from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver.gradients import Sums
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
-from raydp_parallel.wire.codec import Parcel, Row
+from raydp_parallel.wire.codec import Parcel
 from raydp_parallel.wire.messages import (
     Answer,
     BackwardRequest,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from raydp_parallel.driver.groups import Group
 
 _CPU = torch.device("cpu")
-_MISMATCH = "SourceMismatch"
 _LOOK = 0.05
 """Seconds between two looks whether the members of a group still live."""
 _MOST_DEATHS = 6
@@ -110,23 +110,22 @@ class Call:
     Args:
         slot: The slot that it is for.
         phase: The kind of call, for messages.
-        model: The number of its model.
-        home: The driver's device, to which the answer's tensors go.
+        message: The request, if it is the same for all replicas.
+        master: Its model, if it has one.
 
     Attributes:
         needs: Graphs that it needs, and what it adds to.
         recipes: Calls that make these again, also when torch has freed them.
         makes: The graph that it makes.
-        rows: Rows of the chunk, for statistics.
-        name: The class of the module that runs forward, for statistics.
+        work: The rows of the chunk, and the class of the module that runs forward, for statistics.
     """
 
-    rows, name = 0, ""
+    work = 0, ""
 
     def __init__(
-        self, slot: ReplicaSlot, phase: str, model: int, home: torch.device = _CPU
+        self, slot: ReplicaSlot, phase: str, message: Any = None, master: Master | None = None
     ) -> None:
-        self.slot, self.phase, self.model, self.home = slot, phase, model, home
+        self.slot, self.phase, self.message, self.master = slot, phase, message, master
         self.needs: Sequence[RemoteGraph] = ()
         self.recipes: dict[RemoteGraph, list[Call] | None] = {}
         self.makes: RemoteGraph | None = None
@@ -136,7 +135,7 @@ class Call:
 
     def request(self, slot: ReplicaSlot, attempt: int) -> object:
         """Make the request. Attempts after the first, which is 0, do without others' help."""
-        raise NotImplementedError
+        return self.message
 
     def changed(self) -> str | None:
         """Say what has changed since it ran, so that it cannot run again; None if nothing has."""
@@ -144,18 +143,6 @@ class Call:
 
     def explain(self, failure: Failure) -> None:
         """Raise a better error than the replica's, if there is one."""
-
-
-class PlainCall(Call):
-    """A call with one request for all replicas."""
-
-    def __init__(self, slot: ReplicaSlot, phase: str, request: object) -> None:
-        super().__init__(slot, phase, getattr(request, "model", 0))
-        self._request = request
-
-    def request(self, slot: ReplicaSlot, attempt: int) -> object:
-        """Return it."""
-        return self._request
 
 
 @dataclass(eq=False)
@@ -244,7 +231,7 @@ class Dispatcher:
                 slot = call.slot
                 for graph in call.needs:
                     if graph.slot is not None and graph.on(graph.slot):
-                        slot = graph.slot
+                        slot = graph.slot  # also one that stood in for its own
                 # A dead replica's chunk goes to another one, which may have a chunk of its own.
                 slot = self._set.choose(slot, busy)
                 if slot in busy:
@@ -274,7 +261,8 @@ class Dispatcher:
                     self.wait_or_leave(waiting, self.leave, self._set.options.call_timeout)
                 # Answers are taken in the order of chunks; the slowest one decides anyway.
                 died = ""
-                for i, pending in flight.sent.items():
+                for i in [*flight.sent]:
+                    pending = flight.sent.pop(i)  # which would hold the answer for as long
                     answer = self.receive(pending)
                     if answer is None:
                         died = self._died(flight, i, pending)
@@ -282,7 +270,8 @@ class Dispatcher:
                         answers[i] = answer
                     while taking is not None and flight.taken in answers:
                         taking.take(flight.taken, answers[flight.taken])
-                        answers[flight.taken] = answers[flight.taken]._replace(value=None)
+                        # What it still has, if only an empty row, would hold its memory.
+                        answers[flight.taken] = own(answers[flight.taken]._replace(value=None))
                         flight.taken += 1
                 if died and flight.together:
                     raise ReplicaDied(
@@ -360,10 +349,10 @@ class Dispatcher:
         """Tell if an answer is one; otherwise the call is to be made again."""
         slot = pending.slot
         if answer.lacking:
-            slot.revisions.pop(pending.call.model, None)
+            slot.revisions.clear()  # also of other models: it may have been their message
             if answer.failure is None:
                 return False
-        if answer.failure is not None and answer.failure.name.endswith(_MISMATCH):
+        if answer.failure is not None and answer.failure.name.endswith("SourceMismatch"):
             # A new process loads the driver's sources.
             if not slot.answered:
                 exceptions.reraise(answer.failure, str(slot))
@@ -394,6 +383,8 @@ class Dispatcher:
             while slot.forget:  # finalizers of any thread add to them meanwhile
                 forget.append(slot.forget.pop())
             request = request._replace(forget=tuple(forget))
+        if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
+            call.makes.slot, call.makes.life = slot, slot.life
         try:
             slot.pending, pending.before = pending, slot.client.moved()
             slot.client.send(request, self._limit(pending))  # [3] request
@@ -410,12 +401,10 @@ class Dispatcher:
             self._set.lost(slot, pending.life, call.phase, "Ctrl-C came while it was called")
             raise
         pending.sent = True
-        if call.makes is not None:  # from here on it is to be freed there, whatever comes
-            call.makes.slot, call.makes.life = slot, slot.life
-        update = request.update if isinstance(request, (ForwardRequest, ResumeRequest)) else None
         recorder = self._set.recorder
-        if update is not None:
-            slot.revisions[call.model] = update.revision
+        if isinstance(request, (ForwardRequest, ResumeRequest)) and request.update is not None:
+            update = request.update
+            slot.revisions[request.model] = update.revision
             recorder.totals.state_sends += 1
             if update.spread is None or update.spread.rank == update.spread.root:
                 recorder.totals.state_bytes += update.size
@@ -440,7 +429,8 @@ class Dispatcher:
             pending.gone = "it was replaced"
             return None
         try:
-            pending.answer = answer = client.receive(self._limit(pending), call.home)
+            home = _CPU if call.master is None else call.master.home
+            pending.answer = answer = client.receive(self._limit(pending), home)
         except Gone as gone:
             pending.gone = str(gone)
             self._set.lost(slot, pending.life, call.phase, pending.gone)
@@ -454,7 +444,8 @@ class Dispatcher:
                 slot.pending = None
         sent, received = client.moved()
         moved = sent - pending.before[0], received - pending.before[1]
-        self._set.recorder.answered(slot.index, call.rows, answer.busy, *moved, call.name)
+        rows, name = call.work
+        self._set.recorder.answered(slot.index, rows, answer.busy, *moved, name)
         return pending.answer
 
     def ask(self, call: Call) -> Answer | None:

@@ -22,8 +22,8 @@ from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import end_all
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.cluster.reporter import Reporter
-from raydp_parallel.driver.dispatcher import Dispatcher, Flight, PlainCall
+from raydp_parallel.driver.dispatcher import Call, Dispatcher
+from raydp_parallel.driver.reporter import Reporter
 from raydp_parallel.errors import forked
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
@@ -37,12 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("raydp_parallel")
 
 
-def _program() -> str:
-    stem = Path(sys.argv[0]).stem if sys.argv else ""
-    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "python"
-
-
-class Executor:
+class Executor(contextlib.AbstractContextManager["Executor"]):
     """Replicas for any number of models: one actor per device.
 
     A wrapper without an executor of its own uses the process's; give it one to choose when actors
@@ -70,10 +65,9 @@ class Executor:
     ) -> None:
         self.options = options or Options()
         self._every = device_ids is None
-        self.device_ids: list[DeviceId] = []
-        if device_ids != ():
-            self.device_ids = list(normalize(device_ids, self.options))
-        self.replica_set = ReplicaSet(self.options, self.options.name or _program())
+        self.device_ids = [] if device_ids == () else normalize(device_ids, self.options)
+        program = re.sub(r"[^\w.-]+", "-", Path(*sys.argv[:1]).stem).strip("-.") or "python"
+        self.replica_set = ReplicaSet(self.options, self.options.name or program)
         self.groups: dict[object, Group] = {}
         self.dispatcher = Dispatcher(self.replica_set, self.groups)
         self.failed_joins = 0
@@ -89,9 +83,6 @@ class Executor:
     def __deepcopy__(self, memo: object) -> Executor:
         return self
 
-    def __enter__(self) -> Executor:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -100,21 +91,16 @@ class Executor:
         """True after `close`."""
         return self.replica_set.closed
 
-    @property
-    def lock(self) -> threading.RLock:
-        """The lock that is held during each trip to the replicas."""
-        return self.replica_set.lock
-
     @contextlib.contextmanager
     def trip(self) -> Iterator[None]:
         """Hold the lock, outside of the caller's inference mode: windows, copies, sums and states
         that are made on the way serve later calls, and torch lets nobody write to tensors of that
         mode outside of it. Outputs, which are the caller's, are made outside of the block.
         """
-        with self.replica_set.lock, contextlib.ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())  # which torch enables with it
+        if self.replica_set.forked:
+            raise forked()
+        grad = torch.is_grad_enabled()  # which torch enables with the mode's end
+        with self.replica_set.lock, torch.inference_mode(False), torch.set_grad_enabled(grad):
             yield
 
     def slots(self, device_ids: Sequence[DeviceId]) -> list[ReplicaSlot]:
@@ -147,12 +133,11 @@ class Executor:
             weights: Contents in the place of the master's.
         """
         client = slot.client
-        maps = client.hello.maps
+        maps = client.hello.near and client.hello.device == "cpu"  # this machine's own memory
         shared = client.hello.near and (client.link != "ipc" or master.home.type == "cpu")
         if shared and master.behind(maps):  # see [Note: who reads a run]
             for other in self.replica_set.ready():
-                if other.client.hello.maps == maps:
-                    self.dispatcher.settle(other)
+                self.dispatcher.settle(other)
         revision = slot.revisions.get(master.number, 0)
         return master.update_from(revision, maps, shared, weights)
 
@@ -169,12 +154,6 @@ class Executor:
         link = " + ".join(sorted(links)) or "none"
         return self.replica_set.recorder.stats(self.replicas(), link)
 
-    def show(self, replica: int, text: str) -> None:
-        """Let Ray's dashboard say what a replica, by its number, is doing."""
-        for slot in [*self.replica_set.slots.values()]:  # another thread may add one
-            if slot.index == replica and slot.ready:
-                slot.client.show(text)
-
     def grow(self, timeout: float | None = None) -> int:
         """Wait for replicas that are missing: after a node was added, or before a long run.
 
@@ -188,24 +167,23 @@ class Executor:
             How many joined.
         """
         seconds = self.options.placement_timeout if timeout is None else timeout
-        joined = self.replica_set.grow(seconds)
-        more: list[int] = []
+        with self.trip():
+            joined = self.replica_set.grow(seconds)
         if self._every:
             more = [k for k in all_gpus(self.options) if k not in self.device_ids]
             self.slots(more)
             self.device_ids = [*self.device_ids, *more]
-        return joined + len(more)
+            joined += len(more)
+        return joined
 
     def flush(self) -> list[tuple[int, int]]:
         """Tell the replicas now what the driver released; returns how many models and graphs each
         still holds.
         """
         with self.trip():
-            found = []
-            for slot in self.replica_set.ready():
-                flight = Flight([PlainCall(slot, "flush", Forget(()))])
-                found.append(self.dispatcher.finish(self.dispatcher.start(flight))[0].value)
-            return found
+            calls = [Call(slot, "flush", Forget(())) for slot in self.replica_set.ready()]
+            answers = [*map(self.dispatcher.ask, calls)]
+            return [answer.value for answer in answers if answer is not None]
 
     def close(self) -> None:
         """End the replicas. Their graphs are lost, what the driver holds is not. Trained weights
@@ -216,9 +194,9 @@ class Executor:
             return
         limit = self.options.call_timeout or self.options.placement_timeout
         self.replica_set.options = replace(self.options, call_timeout=limit)
-        free = self.lock.acquire(timeout=limit)
+        free = self.replica_set.lock.acquire(timeout=limit)
         if free:
-            self.lock.release()  # calls that begin now have the limit, too
+            self.replica_set.lock.release()  # calls that begin now have the limit, too
         else:
             log.warning("closing an executor: a call of another thread does not end, and is ended")
             end_all([slot.client for slot in self.replica_set.ready()])
@@ -231,7 +209,6 @@ class Executor:
                     log.warning("closing an executor that trains: %s", error)
         if self._reporter is not None:
             self._reporter.close()
-            self._reporter = None
         self.replica_set.close()
 
 
@@ -239,9 +216,7 @@ def _drop(executor: weakref.ref[Executor], key: int, number: int) -> None:
     known = executor()
     if known is None:
         return
-    master = known._masters.get(key)
-    if master is not None and master.number == number:
-        del known._masters[key]
+    known._masters.pop(key, None)
     for slot in [*known.replica_set.slots.values()]:
         slot.revisions.pop(number, None)
         slot.forget.append(number)

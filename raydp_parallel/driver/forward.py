@@ -6,8 +6,10 @@ The numbers are those of the journey in `wrapper`.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,8 @@ from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.mirror import Leaf, Mark, Master
+from raydp_parallel.state import sources
+from raydp_parallel.state.mirror import Leaf, Master
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Parcel, parcel
@@ -93,43 +96,30 @@ class ForwardCall(Call):
     """
 
     def __init__(self, settings: _Settings, chunk: Chunk, given: ForwardChunk) -> None:
-        super().__init__(chunk.slot, "forward", chunk.master.number)
+        super().__init__(chunk.slot, "forward", master=chunk.master)
         self.settings, self.chunk, self.given = settings, chunk, given
-        self.refs = batch.find_refs((given.args, given.kwargs))
-        arguments = given.args, given.kwargs
-        if self.refs:  # numbers that each sending chooses
-            arguments = batch.numbered(arguments, {})
-        self._arguments = _arguments(*arguments)
-        self._called: Parcel | str | None = None
-        if isinstance(given.called, str):
-            self._called = given.called
-        elif given.called is not None:
-            self._called = parcel(given.called, "function")
-        if isinstance(given.called, LossCall) and isinstance(self._called, Parcel):
-            refuse_own_parameters(given.module, self._called.tensors)
-        self.inputs = [t for t in self._tensors() if settings.grad and t.requires_grad]
+        numbers = defaultdict[object, int](_numbers.__next__)
+        self._arguments = _arguments(given, numbers)
+        self.refs = {number: ref for ref, number in numbers.items()}
+        ambient.refuse_tangents(self._arguments.tensors)
+        if isinstance(given.called, LossCall):
+            refuse_own_parameters(given.module, parcel(given.called, "function").tensors)
+        self.inputs = [t for t in self._arguments.tensors if settings.grad and t.requires_grad]
         # The state that the forward found, the replicas' steps, and versions among its arguments.
-        self._before: tuple[Mark, int, list[int]] | None = None
+        self._before: tuple[int, int, list[int]] | None = None
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
-        self._seat: ExchangeRequest | None = None  # among layers that exchange tensors
-        self._spread: ExchangeRequest | None = None  # among replicas that get the same weights
+        # Among layers that exchange tensors, and among replicas that get the same weights.
+        self._seats: tuple[ExchangeRequest | None, ExchangeRequest | None] = None, None
 
-    def _tensors(self) -> list[Tensor]:
-        carried = self._called.tensors if isinstance(self._called, Parcel) else []
-        return [*carried, *self._arguments.tensors]
-
-    def begin(
-        self, mark: Mark, seat: ExchangeRequest | None, spread: ExchangeRequest | None
-    ) -> None:
+    def begin(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
-        master = self.chunk.master
-        self.home, self._seat, self._spread = master.home, seat, spread
-        self.rows, self.name = self.given.rows, type(self.given.module).__name__
+        master, self._seats = self.chunk.master, (seat, spread)
+        self.work = self.given.rows, type(self.given.module).__name__
         steps = 0 if master.resident is None else master.resident.weights.steps
-        self._before = mark, steps, versions_of(self._tensors())
+        self._before = master.revision, steps, versions_of(self._arguments.tensors)
         self.makes = None
-        if self.settings.grad and (self.inputs or master.leaves()):
+        if self.settings.grad and (self.inputs or master.leaves):
             self.makes = RemoteGraph(next(self.settings.executor.keys))
             if seat is None:
                 self.makes.recipe = [self]
@@ -140,30 +130,22 @@ class ForwardCall(Call):
         if master.resident is not None:
             master.resident.weights.ready(slot)
         self._update = executor.update(master, slot)
-        if self.refs:  # under new numbers
-            numbers: dict[object, int] = {}
-            for ref in self.refs:
-                one = ref.alone() if isinstance(ref, batch.ChunkRefs) else ref
-                if one.ref not in numbers:
-                    numbers[one.ref] = next(_numbers)
-                    slot.client.deliver(numbers[one.ref], one.ref)
-            given = self.given.args, self.given.kwargs
-            self._arguments = _arguments(*batch.numbered(given, numbers))
+        for number, ref in self.refs.items():
+            slot.client.deliver(number, ref)
 
     def request(self, slot: ReplicaSlot, attempt: int) -> ForwardRequest:
         """Make the request."""
-        update = self._update
-        if update is not None and self._spread is not None and not attempt:
-            update = update._replace(spread=self._spread)
-            if self._spread.rank != self._spread.root:
+        update, (seat, spread) = self._update, self._seats
+        if update is not None and spread is not None and not attempt:
+            update = update._replace(spread=spread)
+            if spread.rank != spread.root:
                 update = update._replace(parts=())
         (_, context, seed, threads, unused), chunk = self.settings, self.chunk
         return ForwardRequest(
-            Terms(chunk.number, context, threads, chunk.where, chunk.first, self._seat),
-            model=self.model,
+            Terms(chunk.number, context, threads, chunk.where, chunk.first, seat),
+            model=chunk.master.number,
             update=update,
             key=None if self.makes is None else self.makes.key,
-            called=self._called,
             arguments=self._arguments,
             seed=seed,
             forget=(),
@@ -173,21 +155,21 @@ class ForwardCall(Call):
 
     def keep(self) -> None:
         """Keep the arguments' memory for another run, and not the program's tensors."""
-        self._arguments = _memory_of(self._arguments)
-        if isinstance(self._called, Parcel):
-            self._called = _memory_of(self._called)
+        tensors = []
+        for t in self._arguments.tensors:
+            tensors.append(t.detach().requires_grad_(t.requires_grad))  # with the same version
+        self._arguments = self._arguments._replace(tensors=tensors)
         self.inputs, self._update = [], None
-        self.rows, self.name = 0, ""  # another run is no call
-        self.given = self.given._replace(module=nn.Module())  # the caller's may be freed
-        if not self.refs:
-            self.given = self.given._replace(args=(), kwargs={})
+        self.work = Call.work  # another run is no call
+        # The caller's may be freed.
+        self.given = self.given._replace(module=nn.Module(), args=(), kwargs={}, called=None)
 
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
         assert self._before is not None
-        master, (mark, steps, versions) = self.chunk.master, self._before
-        what = master.changed_since(mark, self.overlay or ())
-        if what is None and versions_of(self._tensors()) != versions:
+        master, (revision, steps, versions) = self.chunk.master, self._before
+        what = master.changed_since(revision, self.overlay or ())
+        if what is None and versions_of(self._arguments.tensors) != versions:
             what = "one of the arguments"
         if master.resident is not None and master.resident.weights.steps != steps:
             what = "the weights, by a step of the optimizer,"
@@ -196,10 +178,9 @@ class ForwardCall(Call):
     def explain(self, failure: Failure) -> None:
         """Raise an error for arguments, or a module, that cannot be loaded here either."""
         given = self.given
-        parts = [("inputs", given.args), ("kwargs", given.kwargs), ("module", given.module)]
-        if given.called is not None:
-            parts.insert(0, ("function", given.called))
-        for name, part in parts if failure.loading else ():
+        parts = {"function": given.called, "inputs": given.args, "kwargs": given.kwargs}
+        parts["module"] = given.module
+        for name, part in parts.items() if failure.loading else ():
             try:
                 exceptions.reraise(failure, "")
             except Exception as error:
@@ -216,20 +197,16 @@ def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
         )
 
 
-def _arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> Parcel:
+def _arguments(given: ForwardChunk, numbers: dict[object, int]) -> Parcel:
+    """Pack what is called with its arguments, in which references have numbers."""
+    args, kwargs = batch.numbered((given.args, given.kwargs), numbers)
     try:
-        return parcel((args, kwargs), "")
+        return parcel((given.called, args, kwargs), "")
     except TransferError:
-        parcel(args, "inputs")  # raises the error with a path that the program knows
+        parcel(given.called, "function")  # raises the error with a path that the program knows
+        parcel(args, "inputs")
         parcel(kwargs, "kwargs")
         raise
-
-
-def _memory_of(parcel: Parcel) -> Parcel:
-    tensors = []
-    for t in parcel.tensors:
-        tensors.append(t.detach().requires_grad_(t.requires_grad))  # with the same version
-    return parcel._replace(tensors=tensors)
 
 
 def run(
@@ -246,7 +223,7 @@ def run(
         unused: The gradients of unused parameters.
         lend: As `Forward.finish` has it.
     """
-    with executor.lock:  # nobody else's call may come between
+    with executor.replica_set.lock:  # nobody else's call may come between
         return start(executor, chunks, unused).finish(lend)
 
 
@@ -266,49 +243,44 @@ def start(
             a call that runs alone.
     """
     ambient.refuse_transforms()
-    _refuse_tangents(chunks)
     context = ambient.capture()
     with executor.trip():
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
         settings = _Settings(executor, context, seed, threads, unused)
-        masters: dict[int, Master] = {}
-        calls = []
+        # Functions may travel beside the module, and what prepares objects of Ray's store.
+        code = any(callable(c.called) or batch.find_refs((c.args, c.kwargs)) for c in chunks)
+        if code:  # before they are packed: if their file was edited since, they travel by value
+            sources.current()
+        calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
-            first = at_once is None and master.number not in masters
-            masters[master.number] = master
+            first = at_once is None and all(call.chunk.master is not master for call in calls)
             chunk = Chunk(i, given.slot, master, given.where, first)
             calls.append(ForwardCall(settings, chunk, given))
+        masters = [*dict.fromkeys([call.chunk.master for call in calls])]
         slots = [given.slot for given in chunks]
         together = groups.have_layers(chunks)
-        # Functions may travel beside the module, and what prepares objects of Ray's store.
-        code = any(callable(call.given.called) or call.refs for call in calls)
         while True:
-            for master in masters.values():
+            for master in masters:
                 if master.resident is not None:
                     master.resident.collect()
                 master.sync(code)  # [2] look
                 if master.edited:
                     master.resident.recall()
-            marks = {number: master.mark() for number, master in masters.items()}
             seats = groups.of_layers(executor, slots) if together else ()
             spread: Sequence[ExchangeRequest] = ()
             if len(masters) == 1:
-                spread = groups.direct(
-                    executor,
-                    slots,
-                    lambda: calls[0].chunk.master.lacking([slot.revisions for slot in slots]),
-                )
+                known = [slot.revisions for slot in slots]
+                spread = groups.direct(executor, slots, partial(masters[0].lacking, known))
             for i, call in enumerate(calls):
-                mark = marks[call.model]
-                call.begin(mark, seats[i] if seats else None, spread[i] if spread else None)
+                call.begin(seats[i] if seats else None, spread[i] if spread else None)
             handle = GraphHandle([call.makes for call in calls if call.makes is not None])
             grouped = bool(seats or spread)
             flight = executor.dispatcher.start(Flight(calls, grouped, together))
             # Replicas compute now, and this process has time.
-            edited = [master.verify() for master in masters.values()]  # [5] verify
+            edited = [master.verify() for master in masters]  # [5] verify
             if not any(edited):
                 return Forward(settings, calls, slots if together else None, flight, handle)
             # Contents had changed behind their versions: the same forward, with these.
@@ -342,7 +314,7 @@ class Forward:
                 the executor's lock then, until it has copied them.
         """
         executor = self.settings.executor
-        with executor.lock:  # answers lie in windows until their outputs are taken
+        with executor.replica_set.lock:  # answers lie in windows until their outputs are taken
             with executor.trip():
                 answers = executor.dispatcher.finish(self.flight)  # [7] wait
                 # The weights have arrived: who fails now has left no group, but for layers'.
@@ -350,24 +322,22 @@ class Forward:
                 executor.replica_set.recorder.totals.forwards += 1
                 # Also where another chunk raises: upstream's replica 0 wrote to the master itself
                 # (row R6).
-                written: dict[int, dict[int, Tensor]] = {}
+                written: dict[Master, dict[int, Tensor]] = {}
                 for call, answer in zip(self.calls, answers, strict=True):
                     if call.chunk.first and answer.writes.slots:  # [8] effects
-                        keep = call.makes is not None
-                        written[call.model] = call.chunk.master.write_back(answer.writes, keep)
+                        keep, master = call.makes is not None, call.chunk.master
+                        written[master] = master.write_back(answer.writes, keep)
                 for call in self.calls:
-                    call.overlay = written.get(call.model, {})
+                    call.overlay = written.get(call.chunk.master, {})
                 executor.dispatcher.effects(self.flight, answers)
             rows: list[list[Tensor]] = []
+            lend = lend and not batch.registered
             for call, answer in zip(self.calls, answers, strict=True):
                 # If gathering copies all of them.
-                lends = lend and not batch.registered
-                lends = lends and len([*batch.tensors_in(answer.value.load())]) == len(
-                    answer.value.tensors
-                )
-                row = []
-                for t in answer.value.tensors:
-                    mine = t.detach().to(call.home)
+                value, home, row = answer.value, call.chunk.master.home, []
+                lends = lend and len([*batch.tensors_in(value.load())]) == len(value.tensors)
+                for t in value.tensors:
+                    mine = t.detach().to(home)
                     if not lends and mine.device == t.device:
                         mine = mine.clone()
                     row.append(mine.requires_grad_(t.requires_grad and call.makes is not None))
@@ -380,8 +350,10 @@ class Forward:
         """Make the outputs part of torch's graph."""
         leaves: list[Leaf] = []
         known: dict[int, int] = {}
-        marks = {call.model: call.chunk.master.mark() for call in self.calls}
-        alike: dict[tuple[int, bool], list[int | None]] = {}  # where chunks reach the same leaves
+        marks = {master: master.mark() for master in {call.chunk.master for call in self.calls}}
+        alike: dict[
+            tuple[Master, bool], list[int | None]
+        ] = {}  # where chunks reach the same leaves
         parts: dict[int, Part] = {}
         optional = self.settings.unused == "none"
         for call, answer, row in zip(self.calls, answers, rows, strict=True):
@@ -389,9 +361,9 @@ class Forward:
                 continue
             reached = iter(answer.reached)
             master, detach = call.chunk.master, call.given.detach
-            own, told = alike.get((call.model, detach)), False
+            own, told = alike.get((master, detach)), False
             found: list[tuple[Leaf, bool]] = []
-            for leaf in master.leaves() if own is None else ():
+            for leaf in master.leaves if own is None else ():
                 asks = optional or leaf.kind == "attribute"
                 told = told or asks
                 there = next(reached) if asks else True
@@ -408,9 +380,8 @@ class Forward:
             if own is None:
                 own = numbers[:count]
                 if not told:
-                    alike[call.model, detach] = own
-            mark = marks[call.model]
-            parts[call.chunk.number] = Part(call.makes, call.chunk, mark, own, inputs)
+                    alike[master, detach] = own
+            parts[call.chunk.number] = Part(call.makes, call.chunk, marks[master], own, inputs)
         if not leaves:
             for row in rows:
                 for t in row:
@@ -421,17 +392,3 @@ class Forward:
         settings = self.settings
         node = CallNode(settings.executor, leaves, settings.unused, self.together, parts)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach
-
-
-def _refuse_tangents(chunks: Sequence[ForwardChunk]) -> None:
-    """Raise an error for derivatives that would be lost in silence."""
-    if torch.autograd.forward_ad._current_level < 0:
-        return
-    for chunk in chunks:
-        for tensor in batch.tensors_in((chunk.args, chunk.kwargs)):
-            if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
-                raise NotImplementedError(
-                    "forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) do not "
-                    "reach into replicas, nor into those of torch.nn.DataParallel: use reverse "
-                    "mode, such as torch.autograd.functional.jvp, or the module itself"
-                )

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices.layout import Row
 from raydp_parallel.devices.memory import is_used
 from raydp_parallel.state.mirror import Leaf
-from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import Answer
 
 _KEPT = 1 << 16

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.driver.dispatcher import PlainCall
+from raydp_parallel.driver.dispatcher import Call
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.wire.group import close_store, open_store
@@ -150,7 +150,7 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: Group) -> boo
     sent = []
     for slot, seat in zip(slots, group.seats, strict=True):
         seat = seat._replace(address=group.address)
-        sent.append(dispatcher.send(slot, PlainCall(slot, "join", seat)))
+        sent.append(dispatcher.send(slot, Call(slot, "join", seat)))
     limit = executor.replica_set.options.call_timeout
     dispatcher.wait_or_leave(sent, group.close, _TRIAL if group.nccl else limit)
     problem, died, late, until = "", "", "", time.monotonic() + _GRACE
@@ -166,14 +166,12 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: Group) -> boo
             late = answer.failure.text.splitlines()[-1]
         elif answer.failure is not None:
             problem = answer.failure.text.splitlines()[-1]
-    if not group.nccl:
-        return not (problem or died or late)
-    problem = problem or ("" if died else late)
-    if problem or died:
-        executor.failed_joins += _MOST_JOINS if problem else 1
+    why = problem or died or late
+    if group.nccl and why:
+        executor.failed_joins += 1 if why == died else _MOST_JOINS
         again = executor.failed_joins < _MOST_JOINS
-        log.warning("NCCL is left out%s: %s", " for now" * again, problem or died)
-        return False
-    text = "weights and gradients of %d GPUs go by NCCL (tried in %.1f s)"
-    log.info(text, len(slots), time.monotonic() - begun)
-    return True
+        log.warning("NCCL is left out%s: %s", " for now" * again, why)
+    elif group.nccl:
+        text = "weights and gradients of %d GPUs go by NCCL (tried in %.1f s)"
+        log.info(text, len(slots), time.monotonic() - begun)
+    return not why

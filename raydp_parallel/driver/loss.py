@@ -21,35 +21,37 @@ from torch import Tensor, nn
 from raydp_parallel import batch
 from raydp_parallel.batch import Function, Keywords
 
-_MODULES: dict[type[nn.Module], tuple[Function, int]] = {
-    nn.BCELoss: (F.binary_cross_entropy, 1),
-    nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, 1),
-    nn.CTCLoss: (F.ctc_loss, 3),
-    nn.CosineEmbeddingLoss: (F.cosine_embedding_loss, 2),
-    nn.CrossEntropyLoss: (F.cross_entropy, 2),
-    nn.GaussianNLLLoss: (F.gaussian_nll_loss, 1),
-    nn.HingeEmbeddingLoss: (F.hinge_embedding_loss, 1),
-    nn.HuberLoss: (F.huber_loss, 1),
-    nn.KLDivLoss: (F.kl_div, 1),
-    nn.L1Loss: (F.l1_loss, 1),
-    nn.MSELoss: (F.mse_loss, 1),
-    nn.MarginRankingLoss: (F.margin_ranking_loss, 1),
-    nn.MultiLabelMarginLoss: (F.multilabel_margin_loss, 2),
-    nn.MultiLabelSoftMarginLoss: (F.multilabel_soft_margin_loss, 2),
-    nn.MultiMarginLoss: (F.multi_margin_loss, 2),
-    nn.NLLLoss: (F.nll_loss, 2),
-    nn.PoissonNLLLoss: (F.poisson_nll_loss, 1),
-    nn.SmoothL1Loss: (F.smooth_l1_loss, 1),
-    nn.SoftMarginLoss: (F.soft_margin_loss, 1),
-    nn.TripletMarginLoss: (F.triplet_margin_loss, 2),
-    nn.TripletMarginWithDistanceLoss: (F.triplet_margin_with_distance_loss, 2),
+_FORWARDS: dict[Function, tuple[Function, int]] = {
+    nn.BCELoss.forward: (F.binary_cross_entropy, 1),
+    nn.BCEWithLogitsLoss.forward: (F.binary_cross_entropy_with_logits, 1),
+    nn.CTCLoss.forward: (F.ctc_loss, 3),
+    nn.CosineEmbeddingLoss.forward: (F.cosine_embedding_loss, 2),
+    nn.CrossEntropyLoss.forward: (F.cross_entropy, 2),
+    nn.GaussianNLLLoss.forward: (F.gaussian_nll_loss, 1),
+    nn.HingeEmbeddingLoss.forward: (F.hinge_embedding_loss, 1),
+    nn.HuberLoss.forward: (F.huber_loss, 1),
+    nn.KLDivLoss.forward: (F.kl_div, 1),
+    nn.L1Loss.forward: (F.l1_loss, 1),
+    nn.MSELoss.forward: (F.mse_loss, 1),
+    nn.MarginRankingLoss.forward: (F.margin_ranking_loss, 1),
+    nn.MultiLabelMarginLoss.forward: (F.multilabel_margin_loss, 2),
+    nn.MultiLabelSoftMarginLoss.forward: (F.multilabel_soft_margin_loss, 2),
+    nn.MultiMarginLoss.forward: (F.multi_margin_loss, 2),
+    nn.NLLLoss.forward: (F.nll_loss, 2),
+    nn.PoissonNLLLoss.forward: (F.poisson_nll_loss, 1),
+    nn.SmoothL1Loss.forward: (F.smooth_l1_loss, 1),
+    nn.SoftMarginLoss.forward: (F.soft_margin_loss, 1),
+    nn.TripletMarginLoss.forward: (F.triplet_margin_loss, 2),
+    nn.TripletMarginWithDistanceLoss.forward: (F.triplet_margin_with_distance_loss, 2),
 }
-"""Torch's criteria, their functions, and the fewest dimensions of an output with rows: 1 for those
-that have a loss for each element, more for those that have one for each row or position.
+"""Torch's criteria by their forwards: their functions, and the fewest dimensions of an output with
+rows: 1 for those that have a loss for each element, more for those that have one for each row or
+position.
 """
 
-_DIMS = dict(_MODULES.values())
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DIMS = dict(_FORWARDS.values())
+_OWN = "forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+"""What a criterion may have that sees or changes its loss."""
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -59,15 +61,12 @@ def function_of(criterion: Any) -> Function | None:
     """
     if isinstance(criterion, nn.Module):
         own, cls = vars(criterion), type(criterion)
-        plain = cls.__call__ is nn.Module.__call__ and "forward" not in own
-        for kind, (function, _) in _MODULES.items():
-            if plain and isinstance(criterion, kind) and cls.forward is kind.forward:
-                return None if any(map(own.get, _HOOKS)) else function
-        return None
+        plain = cls.__call__ is nn.Module.__call__ and not any(map(own.get, _OWN))
+        found = [f for kind, (f, _) in _FORWARDS.items() if getattr(cls, "forward", None) is kind]
+        return found[0] if plain and found else None
     if isinstance(criterion, functools.partial) and not criterion.args:
         criterion = criterion.func
-    known = inspect.isroutine(criterion) and criterion in _DIMS
-    return criterion if known else None
+    return criterion if inspect.isroutine(criterion) and criterion in _DIMS else None
 
 
 @dataclass(frozen=True)
@@ -78,27 +77,47 @@ class LossCall:
 
     criterion: Function
     targets: int | tuple[str, ...] = 1  # the last positional arguments, or keywords
-    reduction: str = "mean"
+    reduction: str | None = None
     count: Function | None = None  # the divisor, of the output and the targets
     known: bool = False  # one of torch's
     dim: int = 0  # along which the batch is split
     whole: bool = False  # one chunk is the batch
 
     def for_chunks(self, chunks: int, dim: int) -> LossCall:
-        """The same for one of so many chunks of a batch."""
-        function = function_of(self.criterion)
+        """The same for one of so many chunks of a batch, with the reduction that the criterion has
+        by now; raises an error if it is not known how their losses become that of the batch.
+        """
+        function, reduction = function_of(self.criterion), self.reduction
+        name = getattr(self.criterion, "__qualname__", type(self.criterion).__qualname__)
         if (function is not None) != self.known:
             raise ValueError("with_loss: the criterion got, or lost, hooks: call with_loss() again")
-        reduction = self.reduction
         if function is not None:
-            reduction = _own_reduction(function, self.criterion, reduction)
-            by_rows = _DIMS[function] > 1 or reduction == "batchmean"
+            settings = getattr(self.criterion, "keywords", {})
+            if {"size_average", "reduce"} & settings.keys():
+                raise ValueError("with_loss: size_average, reduce are deprecated: give reduction")
+            own = getattr(self.criterion, "reduction", settings.get("reduction", "mean"))
+            if own not in _REDUCTIONS and (own, function) != ("batchmean", F.kl_div):
+                raise ValueError(f"{name}: reduction={own!r}, expected 'mean', 'sum' or 'none'")
+            if self.count is not None or reduction not in (None, own):
+                raise ValueError(
+                    f"with_loss: {name} has reduction={own!r}, and takes no count or other"
+                )
+            by_rows = _DIMS[function] > 1 or own == "batchmean"
             if chunks > 1 and dim != 0 and by_rows:
                 raise ValueError(
                     f"with_loss: the rows of {function.__name__} are along dimension 0, and the "
                     f"batch is split along {dim}"
                 )
-        return replace(self, reduction=reduction, dim=dim, whole=chunks == 1)
+            reduction = own
+        elif reduction not in (_REDUCTIONS if self.count is None else (None, "mean")):
+            raise ValueError(
+                f"with_loss: reduction={reduction!r} of {name}: expected to hear how the losses of "
+                "chunks become that of the batch: give reduction='mean' (over the rows), 'sum' or "
+                "'none', or a count for a mean alone, a function of the output and the targets "
+                "that says what it is divided by. A loss that compares rows with each other is "
+                "none of these: compute it in this process, of the model's output"
+            )
+        return replace(self, reduction=reduction or "mean", dim=dim, whole=chunks == 1)
 
     def __call__(self, module: Function, *args: object, **kwargs: object) -> Any:
         inputs, targets, others = self.divided(args, kwargs)
@@ -188,20 +207,19 @@ class LossCall:
         at = dim - len(shape) if dim >= 0 else dim
         # Of the others torch compares the rows.
         elements = least == 1 or function is F.multilabel_soft_margin_loss
-        for key, held in settings.items() if elements else ():
-            if isinstance(held, Tensor) and held.dim() >= -at and held.size(at) != 1:
-                raise ValueError(
-                    f"{name} has a {key} of shape {tuple(held.shape)}, so it has rows, which are "
-                    "not split with the batch: give it as a target, to the function"
-                )
-        for key, held in given.items() if elements else ():
+        for key, held in (settings | given).items() if elements else ():
             if not isinstance(held, Tensor) or not held.dim():
                 continue
             alike = held.dim() == len(shape)
-            if held.size(at) != shape[at] if alike else key != "var":
+            if key in given and (held.size(at) != shape[at] if alike else key != "var"):
                 raise ValueError(
                     f"{name}: the output has shape {shape} and the {key} {tuple(held.shape)}, "
                     f"which pairs other rows (dim {dim}) than in the whole batch"
+                )
+            if key not in given and held.dim() >= -at and held.size(at) != 1:
+                raise ValueError(
+                    f"{name} has a {key} of shape {tuple(held.shape)}, so it has rows, which are "
+                    "not split with the batch: give it as a target, to the function"
                 )
         return settings | given
 
@@ -225,45 +243,11 @@ def loss_call(
             f"with_loss: targets={targets!r}, expected how many of the last positional arguments "
             "are targets, or the names of keyword arguments"
         )
-    function = function_of(criterion)
-    name = getattr(criterion, "__qualname__", type(criterion).__qualname__)
-    if function is not None:
-        own = _own_reduction(function, criterion, reduction or "mean")
-        if count is not None or reduction not in (None, own):
-            raise ValueError(
-                f"with_loss: {name} has reduction={own!r}, and takes no count or other"
-            )
-        if not isinstance(criterion, nn.Module):
-            criterion = functools.partial(criterion, reduction=own)
-        return LossCall(criterion, targets, own, known=True)
-    fitting = (None, *_REDUCTIONS) if count is None else (None, "mean")
-    if reduction not in fitting:
-        raise ValueError(
-            f"with_loss: reduction={reduction!r} of {name}: expected 'mean', 'sum' or 'none', and "
-            "a count for a mean alone"
-        )
-    if reduction is None and count is None:
-        raise ValueError(
-            f"with_loss: how do the losses of chunks become that of the batch? {name} is not one "
-            "of torch's criteria: give reduction='mean' (over the rows), 'sum' or 'none', or for a "
-            "mean count=..., a function of the output and the targets that says what it is divided "
-            "by. A loss that compares rows with each other is none of these: compute it in this "
-            "process, of the model's output"
-        )
-    return LossCall(criterion, targets, reduction or "mean", count)
-
-
-def _own_reduction(function: Function, criterion: object, otherwise: str) -> str:
-    """The reduction of one of torch's criteria, as it is by now."""
-    settings = getattr(criterion, "keywords", {})
-    if {"size_average", "reduce"} & settings.keys():
-        raise ValueError("with_loss: size_average and reduce are deprecated: give reduction")
-    found = getattr(criterion, "reduction", settings.get("reduction", otherwise))
-    if found in _REDUCTIONS or (found == "batchmean" and function is F.kl_div):
-        return str(found)
-    raise ValueError(
-        f"with_loss: {function.__name__} with reduction={found!r}: expected 'mean', 'sum' or 'none'"
-    )
+    if reduction is not None and inspect.isroutine(criterion) and criterion in _DIMS:
+        criterion = functools.partial(criterion, reduction=reduction)
+    found = LossCall(criterion, targets, reduction, count, function_of(criterion) is not None)
+    found.for_chunks(1, 0)  # raises what is wrong
+    return replace(found, reduction=None) if found.known else found  # it has its own in each call
 
 
 def _divisor(function: Function, output: Tensor, given: Keywords, dim: int) -> Any:

@@ -5,7 +5,7 @@ asked for, of which ``step`` and the state are in the replicas.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -15,11 +15,9 @@ from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.driver.resident import Resident, States, Values
+from raydp_parallel.state.mirror import Master
 
 _numbers = itertools.count(1)
-
-SlotOf = Callable[[Tensor], int | None]
-"""Gives the slot of a parameter; None if it has left the module."""
 
 
 def make(
@@ -61,13 +59,13 @@ class InReplicas(torch.optim.Optimizer):
     """The parts of an optimizer that differ where replicas make the steps."""
 
     kind: type[torch.optim.Optimizer]
-    _resident: Resident | None = None  # until then torch makes it as an ordinary one
-    _known: Sequence[dict[Tensor, int | None]] = ()  # each group's parameters that replicas got
-    _sent: Sequence[Values]  # each group's other values that they have
+    known: Mapping[Tensor, tuple[int, int | None]]  # the rows that replicas got
+    sent: Sequence[Values]  # each group's other values that they have
+    _resident: Resident  # until it has one, torch makes it as an ordinary one
 
     def begin(self, resident: Resident, keywords: Values) -> None:
         """Let replicas make the steps from here on."""
-        self.number, self.keywords = next(_numbers), keywords
+        self.number, self.keywords, self.known = next(_numbers), keywords, {}
         self._step_supports_amp_scaling = False  # a scaler unscales gradients before the step
         resident.add(self)
         self._resident = resident
@@ -78,7 +76,6 @@ class InReplicas(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        assert self._resident is not None
         self._resident.step(self)
         return loss
 
@@ -88,62 +85,42 @@ class InReplicas(torch.optim.Optimizer):
         """Clip the gradients of its parameters where they are, as
         `torch.nn.utils.clip_grad_norm_` does; returns their norm.
         """
-        assert self._resident is not None
         return self._resident.clip(self, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients of its parameters, which stay where they are."""
-        assert self._resident is not None
         return self._resident.clip(self, None, float(norm_type), error=False)
 
     # Groups and state.
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield its parameters."""
-        for group in self.param_groups:
-            yield from group["params"]
-
     def add_param_group(self, param_group: Values) -> None:
         """Add a group, which the replicas train from here on."""
         super().add_param_group(param_group)
-        if self._resident is not None and self.number in self._resident.weights.optimizers:
+        if hasattr(self, "_resident") and self.number in self._resident.weights.optimizers:
             self._resident.add(self)  # at once: a parameter may have left by the next step
 
-    def rows(self, slot: SlotOf) -> list[dict[Tensor, int | None]]:
-        """Return each group's parameters, with their slots."""
-        return [{p: slot(p) for p in group["params"]} for group in self.param_groups]
+    def rows(self, master: Master) -> dict[Tensor, tuple[int, int | None]]:
+        """Return its parameters, with the numbers of their groups, and their slots."""
+        groups = enumerate(self.param_groups)
+        return {p: (number, master.slot(p)) for number, group in groups for p in group["params"]}
 
-    def slots(self, slot: SlotOf) -> set[int]:
+    def slots(self, master: Master) -> set[int]:
         """Return the slots of its parameters, but for those that have left the module."""
-        return {n for row in self.rows(slot) for n in row.values() if n is not None}
+        return {n for _, n in self.rows(master).values() if n is not None}
 
-    def regrouped(self, slot: SlotOf) -> bool:
-        """Tell if groups have other parameters than when the replicas got them, or parameters that
-        have left the module, or come back.
-        """
-        return self._known != self.rows(slot)
-
-    def had(self, parameter: Tensor) -> bool:
-        """Tell if a parameter was among those that the replicas got."""
-        return any(parameter in row for row in self._known)
-
-    def given(self, slot: SlotOf) -> None:
-        """Note that the replicas get all groups."""
-        self._known = self.rows(slot)
-        self._sent = [{} for _ in self.param_groups]
-
-    def described(self, slot: SlotOf) -> States:
+    def described(self, master: Master) -> States:
         """Return its groups and its state, with slots in the place of parameters."""
-        groups = []
-        for group, row in zip(self.param_groups, self.rows(slot), strict=True):
-            groups.append({**group, "params": [n for n in row.values() if n is not None]})
-        state = {slot(p): dict(values) for p, values in self.__dict__["state"].items()}
+        groups: list[Values] = []
+        for group in self.param_groups:
+            slots = [master.slot(p) for p in group["params"]]
+            groups.append({**group, "params": [n for n in slots if n is not None]})
+        state = {master.slot(p): dict(values) for p, values in self.__dict__["state"].items()}
         return groups, {n: values for n, values in state.items() if n is not None}
 
     def changed(self) -> list[Values]:
         """Return the changes of its groups since the last step."""
         news = []
-        for group, sent in zip(self.param_groups, self._sent, strict=True):
+        for group, sent in zip(self.param_groups, self.sent, strict=True):
             values = {}
             for name, value in group.items():
                 if name != "params" and not (name in sent and _same(sent[name], value)):
@@ -151,21 +128,16 @@ class InReplicas(torch.optim.Optimizer):
             news.append(values)
         return news
 
-    def stepped(self, values: Sequence[Values]) -> None:
-        """Note that the replicas have such changes."""
-        for sent, news in zip(self._sent, values, strict=True):
-            sent.update(news)
-
     def arrive(self, groups: Sequence[Values], state: Mapping[int, Values]) -> None:
         """Take over what the replicas have."""
-        rows = zip(self.param_groups, self._sent, groups, strict=False)  # one may have been added
+        rows = zip(self.param_groups, self.sent, groups, strict=False)  # one may have been added
         for group, sent, values in rows:
             for name, value in values.items():  # some count their steps there
                 known = name in sent and _same(sent[name], group[name])
                 if name != "params" and (known or name not in group):
                     group[name] = sent[name] = value
         own = self.__dict__["state"]
-        for p, slot in itertools.chain(*[row.items() for row in self._known]):
+        for p, (_, slot) in self.known.items():
             if slot is not None and slot in state:  # of others, as of those that left, it stays
                 own[p] = {}
                 for name, value in state[slot].items():
@@ -176,30 +148,25 @@ class InReplicas(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state, fetched from the replicas, which get it again: it may be written to."""
-        if self._resident is not None:
+        if hasattr(self, "_resident"):
             self._resident.recall()
         return self.__dict__["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
-        if self._resident is not None:
+        if hasattr(self, "_resident"):
             self._resident.recall()
         self.__dict__["state"] = value
 
     def load_state_dict(self, state_dict: Values) -> None:
         """Load groups and state, and give them to the replicas."""
-        assert self._resident is not None
         self._resident.recall()
         super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Copy and pickle it as the ordinary optimizer that it stands for."""
         state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
-        return _plain, (self.kind,), state
-
-
-def _plain(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    return kind.__new__(kind)
+        return self.kind.__new__, (self.kind,), state
 
 
 def _same(one: object, other: object) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.devices.memory import is_used
 from raydp_parallel.state.lagging import BLIND, Args, Function, Named
 from raydp_parallel.wire.codec import StandIn
 
@@ -43,10 +44,9 @@ class RemoteGrad(StandIn):
     """
 
     source: Resident  # its ``fetch`` lets this one, and perhaps others, have the value
-    known: Tensor | None  # the value, once it was fetched
-    touched: bool  # the program may have written to the value
-    lent: bool  # the program may have its memory, where it sees and writes what comes
-    zeroed: bool  # it is zero, whatever the replicas keep
+    known: Tensor | None = None  # the value, once it was fetched
+    touched = False  # the program may have written to the value
+    zeroed = False  # it is zero, whatever the replicas keep
 
     @staticmethod
     def __new__(cls, like: Tensor, source: Resident) -> RemoteGrad:
@@ -55,38 +55,29 @@ class RemoteGrad(StandIn):
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         made.source = source
-        made.renew()
         return made
 
     def renew(self) -> None:
         """Stand for what the replicas keep from now on."""
-        self.known, self.touched, self.lent, self.zeroed = None, False, False, False
-
-    @property
-    def fetched(self) -> bool:
-        """Tell if the value is here."""
-        return self.known is not None or self.zeroed
+        self.known, self.touched, self.zeroed = None, False, False
 
     def value(self) -> Tensor:
         """Return the value, as an ordinary tensor."""
         if self.known is None and self.zeroed:
-            size, stride, at = self.size(), self.stride(), self.device
-            self.known = torch.empty_strided(size, stride, dtype=self.dtype, device=at).zero_()
-        elif self.known is None:
-            self.source.fetch(self)
-        assert self.known is not None
-        return self.known
+            plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+            self.known = torch.zeros_like(plain, device=self.device)
+        return self.source.fetch(self) if self.known is None else self.known
 
     def given(self) -> Tensor:
-        """Return the value, to keep it and to write there."""
+        """Return the value in its memory, to keep it and to write there."""
         value = self.value()
-        self.touched, self.lent, self.zeroed = True, True, False
-        return value
+        self.touched, self.zeroed = True, False
+        return value.detach()
 
     def _clear(self) -> None:
-        """Be zero: where it is lent, in place."""
-        if self.lent:
-            self.value().zero_()
+        """Be zero: in place, where the program has the memory, and sees and writes what comes."""
+        if self.known is not None and is_used(self.known):
+            self.known.zero_()
         else:
             self.known, self.zeroed = None, True
 
@@ -110,16 +101,8 @@ class RemoteGrad(StandIn):
             for one in row:
                 one._clear() if isinstance(one, RemoteGrad) else one.zero_()
             return None if row is args[0] else args[0]
-        own: list[RemoteGrad] = []
-
-        def value(one: RemoteGrad) -> Tensor:
-            own.append(one)
-            return one.value()
-
-        values, named = _replaced((args, kwargs or {}), value)
-        found = func(*values, **named)
         written = func._schema.is_mutable
-        for one in own if written or func.is_view else ():
-            one.touched, one.zeroed = True, False
-            one.lent = one.lent or func.is_view
+        change = cls.given if written or func.is_view else cls.value
+        values, named = _replaced((args, kwargs or {}), change)
+        found = func(*values, **named)
         return args[0] if written and func._schema.returns else found

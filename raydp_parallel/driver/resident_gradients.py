@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.driver.dispatcher import Call, Flight, PlainCall, RemoteGraph
+from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.errors import GraphLost
@@ -63,22 +63,6 @@ class Kept(RemoteGraph):
         return self.recipe
 
 
-class _Ask(PlainCall):
-    """Asks for gradients that a chunk has kept."""
-
-    def __init__(self, kept: Kept, gradients: Gradients, sums: Sequence[Sum]) -> None:
-        assert kept.slot is not None
-        master = gradients._master
-        request = GradientsRequest(master.number, tuple([one.slot for one in sums]), kept.key)
-        super().__init__(kept.slot, "step", request)
-        self.home, self.needs = master.home, [kept]
-        self._gradients, self._sums = gradients, sums
-
-    def prepare(self, slot: ReplicaSlot) -> None:
-        """Refuse to ask for what has gone with its replica, which may just have died."""
-        self._gradients.refuse_missed(self._sums)
-
-
 class Gradients:
     """The gradients of one model's parameters that replicas train.
 
@@ -121,7 +105,7 @@ class Gradients:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return False
         stand = one.stand()
-        if parameter.grad is None or stand is not parameter.grad:
+        if stand is None or stand is not parameter.grad:
             return parameter.grad is None
         return stand.zeroed or (not stand.touched and one.scale is None)
 
@@ -156,7 +140,11 @@ class Gradients:
     def fetch(self, sums: Collection[Sum]) -> None:
         """Bring gradients to the driver for which something stands."""
         stands = {one.slot: one.stand() for one in sums}
-        wanted = {n: one for n, one in stands.items() if one is not None and not one.fetched}
+        wanted = {
+            n: one
+            for n, one in stands.items()
+            if one is not None and one.known is None and not one.zeroed
+        }
         for slot, value in self.total([one for one in sums if one.slot in wanted]).items():
             wanted[slot].known = value
 
@@ -164,9 +152,19 @@ class Gradients:
         """Return gradients, by slot, each summed in the order of chunks."""
         self.refuse_missed(sums)
         found: dict[int, Tensor] = {}
+        dispatcher = self._executor.dispatcher
         for chunk in sorted(set[int]().union(*[one.chunks for one in sums])):
             wanted = [one for one in sums if chunk in one.chunks]
-            for one, grad in zip(wanted, self._ask(chunk, wanted), strict=True):
+            kept, slots = self._kept[chunk], tuple([one.slot for one in wanted])
+            assert kept.slot is not None
+            request = GradientsRequest(self._master.number, slots, chunk)
+            call = Call(kept.slot, "step", request, self._master)
+            call.needs = [kept]
+            flight = dispatcher.start(Flight([call]))
+            answers = dispatcher.finish(flight)
+            self.refuse_missed(sums)  # the replica that had them may just have died
+            dispatcher.effects(flight, answers)
+            for one, grad in zip(wanted, answers[0].value, strict=True):
                 if one.slot in found:
                     found[one.slot].add_(grad)
                 else:
@@ -179,15 +177,6 @@ class Gradients:
                 found[one.slot].mul_(one.scale)
         return found
 
-    def _ask(self, chunk: int, sums: Sequence[Sum]) -> Sequence[Tensor]:
-        """Fetch gradients that a chunk has kept; valid until the next call."""
-        dispatcher = self._executor.dispatcher
-        flight = dispatcher.start(Flight([_Ask(self._kept[chunk], self, sums)]))
-        answers = dispatcher.finish(flight)
-        dispatcher.effects(flight, answers)
-        found: Sequence[Tensor] = answers[0].value
-        return found
-
     def refuse_missed(self, sums: Sequence[Sum]) -> None:
         """Raise an error for gradients that cannot be made again."""
         if any(one.missed for one in sums):
@@ -198,10 +187,11 @@ class Gradients:
 
     def chunks(self, sums: Sequence[Sum], members: Sequence[ReplicaSlot]) -> list[int]:
         """Return the chunks that have kept gradients, if members can sum these among themselves."""
-        having = {frozenset(one.chunks) for one in sums}
-        if len(having) != 1:
+        self.refuse_missed(sums)
+        having = {(frozenset(one.chunks), one.scale) for one in sums}
+        if len(having) != 1:  # or some were clipped, and others were not
             return []
-        chunks = sorted(*having)
+        chunks = sorted(sums[0].chunks)
         for chunk in chunks:
             at = chunk if len(members) > 1 else 0
             if at >= len(members) or not self._kept[chunk].on(members[at]):
@@ -213,16 +203,16 @@ class Gradients:
         for kept in self._kept.values():
             kept.recipe = None
 
-    def leave(self, parameters: Collection[Tensor]) -> None:
+    def leave(self, slots: Collection[int]) -> None:
         """Bring what only replicas have of parameters that leave."""
-        left = [self.sums[p] for p in parameters if p in self.sums]
+        left = [one for one in self.sums.values() if one.slot in slots]
         self.fetch([one for one in left if not one.missed])
         for one in left:
             del self.sums[one.parameter]
 
     def clear(self) -> None:
         """Forget all: the replicas that had it are gone."""
+        for p in self.sums:
+            if isinstance(p.grad, RemoteGrad):
+                p.grad = None
         self.sums.clear()
-        for tensor in self._master.tensors.values():
-            if isinstance(tensor.grad, RemoteGrad):
-                tensor.grad = None

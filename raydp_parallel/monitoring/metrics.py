@@ -7,34 +7,22 @@ two readings.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from raydp_parallel.monitoring.stats import DEATHS, ExecutorStats, ReplicaStats
 
-_EXECUTOR = ("executor",)
-_REPLICA = ("executor", "replica", "device", "node")
-
-
-class Metric(NamedTuple):
-    """One metric. Ray writes ``ray_`` before its name, and ``_total`` behind a counter's."""
-
-    name: str
-    description: str
-    tags: tuple[str, ...]
-
-
-SAMPLES = Metric("raydp_samples", "Rows of the batches that were run", _REPLICA)
-CALLS = Metric("raydp_calls", "Forwards of the replica", _REPLICA)
-SECONDS = Metric("raydp_phase_seconds", "Time busy, and waiting for a call", (*_REPLICA, "phase"))
-BYTES = Metric("raydp_bytes", "Bytes to and from the replica", (*_REPLICA, "direction"))
-FAULTS = Metric("raydp_faults", "Deaths, and what followed", (*_REPLICA, "kind"))
-PASSES = Metric("raydp_passes", "Forwards and backwards of all", (*_EXECUTOR, "method"))
-STATE = Metric("raydp_state_bytes", "Bytes of parameters and buffers that were sent", _EXECUTOR)
-SENDS = Metric("raydp_state_sends", "Forwards that had to send state", _EXECUTOR)
-RERUNS = Metric("raydp_reruns", "Forwards that ran again after hidden changes", _EXECUTOR)
-INFO = Metric("raydp_replica_info", "1 while the replica is there", (*_REPLICA, "gpu", "pid"))
-
-COUNTERS = (SAMPLES, CALLS, SECONDS, BYTES, FAULTS, PASSES, STATE, SENDS, RERUNS)
+COUNTERS = {
+    "raydp_samples": "Rows of the batches that were run",
+    "raydp_calls": "Forwards of the replica",
+    "raydp_phase_seconds": "Time busy, and waiting for a call",
+    "raydp_bytes": "Bytes to and from the replica",
+    "raydp_faults": "Deaths, and what followed",
+    "raydp_passes": "Forwards and backwards of all",
+    "raydp_state_bytes": "Bytes of parameters and buffers that were sent",
+    "raydp_state_sends": "Forwards that had to send state",
+    "raydp_reruns": "Forwards that ran again after hidden changes",
+}
+INFO = "raydp_replica_info", "1 while the replica is there"
+"""Names and descriptions. Ray writes ``ray_`` before a name, and ``_total`` behind a counter's."""
 
 
 def tags_of(replica: ReplicaStats, executor: str) -> dict[str, str]:
@@ -47,24 +35,23 @@ def tags_of(replica: ReplicaStats, executor: str) -> dict[str, str]:
     }
 
 
-def increments(new: ExecutorStats) -> Iterator[tuple[Metric, dict[str, str], float]]:
+def increments(new: ExecutorStats) -> Iterator[tuple[str, dict[str, str], float]]:
     """Yield what to add to each counter for new work."""
     for replica in new.replicas:
         tags = tags_of(replica, new.name)
-        yield SAMPLES, tags, replica.rows
-        yield CALLS, tags, replica.calls
-        yield SECONDS, {**tags, "phase": "busy"}, replica.busy
-        yield SECONDS, {**tags, "phase": "waiting"}, replica.waiting
-        yield BYTES, {**tags, "direction": "in"}, replica.bytes_in
-        yield BYTES, {**tags, "direction": "out"}, replica.bytes_out
+        yield "raydp_samples", tags, replica.rows
+        yield "raydp_calls", tags, replica.calls
+        yield "raydp_phase_seconds", {**tags, "phase": "busy"}, replica.busy
+        yield "raydp_phase_seconds", {**tags, "phase": "waiting"}, replica.waiting
+        yield "raydp_bytes", {**tags, "direction": "in"}, replica.bytes_in
+        yield "raydp_bytes", {**tags, "direction": "out"}, replica.bytes_out
         for kind in DEATHS:
-            yield FAULTS, {**tags, "kind": kind}, getattr(replica, kind)
+            yield "raydp_faults", {**tags, "kind": kind}, getattr(replica, kind)
     shared = {"executor": new.name}
-    yield PASSES, {**shared, "method": "forward"}, new.forwards
-    yield PASSES, {**shared, "method": "backward"}, new.backwards
-    yield STATE, shared, new.state_bytes
-    yield SENDS, shared, new.state_sends
-    yield RERUNS, shared, new.reruns
+    yield "raydp_passes", {**shared, "method": "forward"}, new.forwards
+    yield "raydp_passes", {**shared, "method": "backward"}, new.backwards
+    for name in ("state_bytes", "state_sends", "reruns"):
+        yield f"raydp_{name}", shared, getattr(new, name)
 
 
 def summary(replica: ReplicaStats) -> str:
@@ -74,5 +61,4 @@ def summary(replica: ReplicaStats) -> str:
     """
     models = ", ".join(replica.models) or "a module"
     rate, busy = float(f"{replica.rate:.2g}"), round(10 * replica.shares[0]) * 10
-    speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:g}"
-    return f"replica {replica.index}, {models}: {speed} samples per second, {busy} % busy"
+    return f"replica {replica.index}, {models}: {rate:,.12g} samples per second, {busy} % busy"

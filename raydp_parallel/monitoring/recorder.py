@@ -12,39 +12,15 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 from raydp_parallel.monitoring.stats import (
+    DEATHS,
     OF_EXECUTOR,
-    OF_REPLICA,
     ExecutorStats,
     ReplicaInfo,
     ReplicaStats,
+    Values,
 )
 
 _names: Counter[str] = Counter()
-
-
-class _Tally:
-    """The work of one replica, in counters as `ReplicaStats` names them."""
-
-    def __init__(self) -> None:
-        self.counts = SimpleNamespace(**dict.fromkeys(OF_REPLICA, 0))
-        self.models: dict[str, None] = {}  # names of the modules that it ran, in order
-        self.began: float | None = None  # time of its first start
-        self.free: float | None = None  # waiting is counted until then; None if it is not ready
-        self.pending = 0  # calls that it has not answered
-
-    def wait_until(self, now: float, busy: float = 0.0) -> None:
-        """Count the time since the last look as waiting, but for what was work."""
-        if self.free is not None:
-            if not self.pending:
-                self.counts.waiting += max(0.0, now - self.free - busy)
-            self.free = now
-
-    def stats(self, info: ReplicaInfo, now: float) -> ReplicaStats:
-        """Return a frozen copy."""
-        self.wait_until(now)
-        seconds = 0.0 if self.began is None else now - self.began
-        known = {**asdict(info), **vars(self.counts)}
-        return ReplicaStats(**known, models=tuple(self.models), seconds=seconds)
 
 
 class Recorder:
@@ -63,7 +39,12 @@ class Recorder:
         self.name = name if _names[name] == 1 else f"{name}/{_names[name]}"
         self.totals = SimpleNamespace(**dict.fromkeys(OF_EXECUTOR, 0))
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
-        self._tallies: defaultdict[int, _Tally] = defaultdict(_Tally)
+        # By the replica's number: its counters, as `ReplicaStats` names them, the names of the
+        # modules that it ran, in order, the time of its first start, and since when it waits.
+        self._counts: defaultdict[int, Values] = defaultdict(Counter)
+        self._models: defaultdict[int, dict[str, None]] = defaultdict(dict)
+        self._began: dict[int, float] = {}
+        self._free: dict[int, float] = {}
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -74,37 +55,31 @@ class Recorder:
     def started(self, info: ReplicaInfo) -> None:
         """Note that a replica has a process; one after the first replaces another."""
         with self._lock:
-            tally, now = self._tallies[info.index], self._clock()
-            again = tally.began is not None
-            if again:
-                tally.counts.respawns += 1
-            else:
-                tally.began = now
-            tally.free, tally.pending = now, 0
+            again = info.index in self._began
+            self._free[info.index] = self._clock()
+            self._began.setdefault(info.index, self._free[info.index])
+            self._counts[info.index]["respawns"] += again
         verb = "was replaced" if again else "started"
         where = f"{info.device}, node {info.node[:8]}, pid {info.pid}"
         self.event(f"replica {info.index} {verb}: {where}")
 
     def died(self, index: int, text: str) -> None:
         """Note the death of a replica."""
+        self.called(index)  # it waits no longer
         with self._lock:
-            tally = self._tallies[index]
-            tally.wait_until(self._clock())
-            tally.counts.deaths += 1
-            tally.free, tally.pending = None, 0
+            self._counts[index]["deaths"] += 1
         self.event(text)
 
     def replayed(self, index: int) -> None:
         """Count a chunk that a replica got because another one died."""
         with self._lock:
-            self._tallies[index].counts.replays += 1
+            self._counts[index]["replays"] += 1
 
     def called(self, index: int) -> None:
         """Note that a call was sent: the replica waits no longer."""
         with self._lock:
-            tally = self._tallies[index]
-            tally.wait_until(self._clock())
-            tally.pending += 1
+            now = self._clock()
+            self._counts[index]["waiting"] += now - self._free.pop(index, now)
 
     def answered(
         self, index: int, rows: int, busy: float, sent: int, received: int, model: str = ""
@@ -113,21 +88,24 @@ class Recorder:
         forward has rows, and the name of its module.
         """
         with self._lock:
-            tally = self._tallies[index]
-            tally.wait_until(self._clock(), busy)
-            tally.pending = max(0, tally.pending - 1)
-            tally.counts.calls += bool(rows or model)
-            tally.counts.rows += rows
-            tally.counts.busy += busy
-            tally.counts.bytes_in += sent
-            tally.counts.bytes_out += received
+            self._free[index] = self._clock()
+            new = {"calls": bool(rows or model), "rows": rows, "busy": busy}
+            for name, more in {**new, "bytes_in": sent, "bytes_out": received}.items():
+                self._counts[index][name] += more
             if model:
-                tally.models[model] = None
+                self._models[index][model] = None
 
     def stats(self, replicas: Iterable[ReplicaInfo], link: str) -> ExecutorStats:
         """Return a frozen copy of all counters."""
+        found = []
         with self._lock:
             now = self._clock()
-            found = tuple(self._tallies[info.index].stats(info, now) for info in replicas)
-        totals = {**vars(self.totals)}
-        return ExecutorStats(self.name, found, link, **totals, events=tuple(self.events))
+            for info in replicas:
+                counts = self._counts[info.index].copy()
+                counts["waiting"] += now - self._free.get(info.index, now)
+                counts["seconds"] = now - self._began.get(info.index, now)
+                models = tuple(self._models[info.index])
+                found.append(ReplicaStats(**asdict(info), models=models, **counts))
+        deaths = {name: sum(getattr(replica, name) for replica in found) for name in DEATHS}
+        totals = {**vars(self.totals), **deaths}
+        return ExecutorStats(self.name, tuple(found), link, events=tuple(self.events), **totals)

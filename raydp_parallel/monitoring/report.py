@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from html import escape
+from types import SimpleNamespace
 
 from raydp_parallel.monitoring import status
 from raydp_parallel.monitoring.stats import NOTE, ReplicaStats, Values, html_table
@@ -45,7 +46,7 @@ def page(entries: Sequence[Values]) -> str:
     return "\n".join([*parts, "</body></html>\n"])
 
 
-def _section(found: status.Found) -> str:
+def _section(found: SimpleNamespace) -> str:
     bars = "".join(map(_bar, found.window.replicas))
     events = "".join(f"<li>{escape(event)}</li>" for event in found.events)
     return (

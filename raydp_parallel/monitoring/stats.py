@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 Values = dict[str, Any]
@@ -78,11 +79,10 @@ class ReplicaStats(ReplicaInfo):
         """Shares of its time: busy, waiting, and idle, which is the rest: calls travelled, or it
         was not there.
         """
-        if not self.seconds:
-            return 0.0, 0.0, 0.0
         # A call is counted when it ends, so that a window can have more work than time.
-        busy = min(1.0, self.busy / self.seconds)
-        waiting = min(1.0 - busy, self.waiting / self.seconds)
+        seconds = self.seconds or math.inf
+        busy = min(1.0, self.busy / seconds)
+        waiting = min(1.0 - busy, self.waiting / seconds)
         return busy, waiting, 1.0 - busy - waiting
 
 
@@ -101,6 +101,9 @@ class ExecutorStats:
         reruns: Forwards that ran again because contents had changed behind versions.
         events: Starts, deaths and other rare events: seconds since the epoch, and a text.
         steps_behind: The steps of `DataParallel.optimizer` that the master copy lacks.
+        deaths: Replicas that ended before their time.
+        respawns: Replicas that were started to replace them.
+        replays: Chunks that ran again because their replica had died.
     """
 
     name: str
@@ -113,46 +116,30 @@ class ExecutorStats:
     reruns: int = 0
     events: tuple[tuple[float, str], ...] = ()
     steps_behind: int = 0
-
-    @property
-    def deaths(self) -> int:
-        """Replicas that ended before their time."""
-        return sum(replica.deaths for replica in self.replicas)
-
-    @property
-    def respawns(self) -> int:
-        """Replicas that were started to replace them."""
-        return sum(replica.respawns for replica in self.replicas)
-
-    @property
-    def replays(self) -> int:
-        """Chunks that ran again because their replica had died."""
-        return sum(replica.replays for replica in self.replicas)
+    deaths: int = 0
+    respawns: int = 0
+    replays: int = 0
 
     def since(self, before: ExecutorStats | None) -> ExecutorStats:
         """Return the work done after an earlier look."""
-        if before is None:
-            return self
-        earlier = {replica.index: replica for replica in before.replicas}
+        earlier = {replica.index: replica for replica in before.replicas} if before else {}
         replicas = [
-            replace(now, **_growth(now, earlier[now.index], ("seconds", *OF_REPLICA)))
-            if now.index in earlier
-            else now
+            replace(now, **_growth(now, earlier.get(now.index), OF_REPLICA))
             for now in self.replicas
         ]
-        return replace(self, replicas=tuple(replicas), **_growth(self, before, OF_EXECUTOR))
+        growth = _growth(self, before, (*OF_EXECUTOR, *DEATHS))
+        return replace(self, replicas=tuple(replicas), **growth)
 
     def to_dict(self) -> Values:
         """Return plain values, for JSON."""
-        return {**asdict(self), **{name: getattr(self, name) for name in DEATHS}}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Values) -> ExecutorStats:
         """Read `to_dict`'s values, also after a trip through JSON."""
         replicas = [ReplicaStats(**{**r, "models": tuple(r["models"])}) for r in values["replicas"]]
         events = tuple((at, text) for at, text in values["events"])
-        own = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**{**own, "replicas": tuple(replicas), "events": events})
+        return cls(**{**values, "replicas": tuple(replicas), "events": events})
 
     def cells(self) -> list[list[str]]:
         """Return the head of the table, and a row for each replica."""
@@ -168,11 +155,9 @@ class ExecutorStats:
             f"{count(self.state_sends, 'state send')}, {self.state_bytes / 1e6:,.1f} MB; "
             f"{count(self.reruns, 'rerun')}"
         )
-        if self.deaths or self.respawns or self.replays:
-            text += (
-                f"; {count(self.deaths, 'death')}, {count(self.respawns, 'respawn')}, "
-                f"{count(self.replays, 'replay')}"
-            )
+        faults = {name.removesuffix("s"): getattr(self, name) for name in DEATHS}
+        if any(faults.values()):
+            text += "; " + ", ".join(count(number, noun) for noun, number in faults.items())
         return text
 
     def __str__(self) -> str:
@@ -185,7 +170,7 @@ class ExecutorStats:
 
 
 DEATHS = ("deaths", "respawns", "replays")
-OF_REPLICA = ("calls", "rows", "busy", "waiting", "bytes_in", "bytes_out", *DEATHS)
+OF_REPLICA = "seconds", "calls", "rows", "busy", "waiting", "bytes_in", "bytes_out", *DEATHS
 OF_EXECUTOR = ("forwards", "backwards", "state_sends", "state_bytes", "reruns")
 """Names of counters."""
 
@@ -196,11 +181,7 @@ NOTE = (
 
 
 def _growth(now: object, before: object, names: Sequence[str]) -> Values:
-    return {name: getattr(now, name) - getattr(before, name) for name in names}
-
-
-def _models(replica: ReplicaStats) -> str:
-    return ", ".join(replica.models[:3]) + (", ..." if len(replica.models) > 3 else "")
+    return {name: getattr(now, name) - getattr(before, name, 0) for name in names}
 
 
 _COLUMNS: dict[str, Callable[[ReplicaStats], str]] = {
@@ -209,7 +190,7 @@ _COLUMNS: dict[str, Callable[[ReplicaStats], str]] = {
     "node": lambda r: r.node[:8],
     "pid": lambda r: str(r.pid),
     "state": lambda r: r.state,
-    "model": _models,
+    "model": lambda r: ", ".join(r.models[:3]) + ", ..." * (len(r.models) > 3),
     "calls": lambda r: f"{r.calls:,}",
     "rows/s": lambda r: f"{r.rate:,.0f}",
     "busy": lambda r: f"{r.shares[0]:.0%}",
@@ -233,7 +214,6 @@ def printable(text: str) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table with columns as wide as they must be."""
-    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from raydp_parallel.monitoring.stats import ExecutorStats, Values, printable, table
 
@@ -22,21 +22,6 @@ NOBODY = (
 )
 
 
-class Found(NamedTuple):
-    """An entry that was read."""
-
-    title: str  # the executor and its process
-    span: str  # the time that the figures of the window are about
-    stats: ExecutorStats
-    window: ExecutorStats  # the work of the last seconds
-
-    @property
-    def events(self) -> list[str]:
-        """The last events, with their times."""
-        events = self.stats.events[-_EVENTS:]
-        return [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in events]
-
-
 def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> Values:
     """Return the entry that a driver writes for an executor, in plain values."""
     return {
@@ -48,14 +33,18 @@ def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> V
     }
 
 
-def read(entry: Values) -> Found:
-    """Read an entry."""
+def read(entry: Values) -> SimpleNamespace:
+    """Read an entry: a title for the executor and its process, its statistics, those of a window
+    with the time that this spans, and the last events.
+    """
     stats, window = map(ExecutorStats.from_dict, (entry["stats"], entry["window"]))
     age = time.time() - entry["posted"]
     seconds = max((replica.seconds for replica in window.replicas), default=0.0)
     title = f"{stats.name}, pid {entry['pid']} on {entry['host']}, link: {stats.link}"
     late = f"; last heard of {age:.0f} s ago" if age > _OLD else ""
-    return Found(title, f"the last {seconds:.0f} s{late}", stats, window)
+    span, last = f"the last {seconds:.0f} s{late}", stats.events[-_EVENTS:]
+    events = [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in last]
+    return SimpleNamespace(title=title, span=span, stats=stats, window=window, events=events)
 
 
 def render(entries: Sequence[Values]) -> str:

@@ -20,11 +20,11 @@ import torch
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.cuda import Hello, describe, take_given
 from raydp_parallel.errors import ReplicaError, TransferError
-from raydp_parallel.replica import exceptions
-from raydp_parallel.replica.replica import Replica, Request, belong_to_replica
+from raydp_parallel.replica import exceptions, replica
+from raydp_parallel.replica.replica import Replica, Request
 from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
-from raydp_parallel.wire.flat import Flat, flat, unflat
+from raydp_parallel.wire.codec import Flat, flat, unflat
 from raydp_parallel.wire.messages import Answer
 
 
@@ -81,7 +81,7 @@ class ReplicaActor:
     """A replica as a Ray actor, on a ``"cpu"`` or a ``"gpu"``, and its number in the executor."""
 
     def __init__(self, kind: str, index: int) -> None:
-        belong_to_replica()
+        replica.own_process = True
         sys.breakpointhook = _refuse_debugger  # Ray's own waits until a debugger connects
         given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
         self._device = take_given(kind, given)
@@ -91,11 +91,9 @@ class ReplicaActor:
         threads.rest()
 
     def __repr__(self) -> str:
-        gpu = f" = GPU {self._gpu()}" if self._device.type == "cuda" else ""
+        gpus = ",".join(map(str, ray.get_gpu_ids()))
+        gpu = f" = GPU {gpus}" if self._device.type == "cuda" else ""
         return f"Replica({self._index}@{self._device}{gpu}, node {self._node[:8]})"
-
-    def _gpu(self) -> str:
-        return ",".join(map(str, ray.get_gpu_ids()))
 
     @_quiet()  # type: ignore[untyped-decorator]
     def hello(self) -> tuple[Hello, dict[str, str]]:
@@ -117,33 +115,29 @@ class ReplicaActor:
             self._enter_device()
             with contextlib.suppress(EOFError, ConnectionError):
                 while True:
+                    request = answer = None  # no memory of theirs while the next one needs some
                     try:
                         request = channel.receive()
                         if isinstance(request, trial.Trial):
                             trial.answer(channel, request, self._device)
                             continue
-                    except (EOFError, ConnectionError):
-                        raise
-                    except Exception as error:  # of loading: the frame was read, and is lost
-                        failure = exceptions.failure(error, None)
-                        channel.send(Answer(failure=failure, lacking=True))
-                        continue
-                    answer = self._answer(request)
-                    try:
+                        answer = self._answer(request)
                         channel.send(answer)
                     except (EOFError, ConnectionError):
                         raise
-                    except Exception as error:  # of making the message: nothing was sent
-                        channel.send(Answer(failure=exceptions.failure(error, None)))
-                    del request, answer  # before the next one needs memory
+                    except Exception as error:
+                        # Of loading: the frame was read, and is lost. Or of making the message:
+                        # nothing was sent.
+                        failure = exceptions.failure(error, None)
+                        channel.send(Answer(failure=failure, lacking=request is None))
                     threads.rest()  # before the driver's next work wants the cores
                     self._replica.settle()
         return ""
 
-    def answer(self, body: bytes, specs: bytes, data: Any) -> Flat:
+    def answer(self, *parts: Any) -> Flat:
         """Answer a driver on another machine."""
         self._enter_device()
-        found = flat(self._answer(unflat((body, specs, data), self._device)))
+        found = flat(self._answer(unflat(parts, self._device)))
         self._replica.settle()
         return found
 

@@ -98,9 +98,7 @@ def reraise(found: Failure, replica: str) -> None:
 def caught(records: Iterable[warnings.WarningMessage]) -> tuple[CaughtWarning, ...]:
     """Make warnings ready to travel."""
     return tuple(
-        CaughtWarning(
-            _pickled(r.category) or pickle.dumps(UserWarning), str(r.message), r.filename, r.lineno
-        )
+        CaughtWarning(_pickled(r.category) or b"", str(r.message), r.filename, r.lineno)
         for r in records
     )
 

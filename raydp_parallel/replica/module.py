@@ -8,10 +8,11 @@ buffer is made anew, too. Nothing is undone or recorded.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import pickle
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
@@ -20,14 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.devices.layout import ALIGN, Layout, Spec, is_dense, specs_of
-from raydp_parallel.devices.memory import copy_row, copy_up
+from raydp_parallel.devices.layout import ALIGN, Layout, Row, is_dense, specs_of
+from raydp_parallel.devices.memory import copy_row, copy_up, gpu_of
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
-from raydp_parallel.state.look import Codes, build, look
-from raydp_parallel.state.run import same, set_versions, versions_of
-from raydp_parallel.wire.codec import Row
-from raydp_parallel.wire.messages import RunSpec, SlotSpec, StateNews, StateUpdate, Writes
+from raydp_parallel.state.look import build, look
+from raydp_parallel.state.run import is_plain, same, set_versions, versions_of
+from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
 from raydp_parallel.wire.windows import Window
 
 _SMALL = 1 << 20
@@ -55,24 +55,19 @@ class Built:
         module: The module.
         tensors: Its tensors, by slot.
         contents: The contents with which a forward begins, by slot, where they are known.
-        device: The replica's device.
 
     Attributes:
         loose: The slots of tensors that are no parameters.
         attributes: Those among them that are no registered buffers.
-        buffers: Those that each forward has anew, in one run of memory.
-        layout: How they lie there.
+        layout: How those lie that each forward has anew, in one run of memory.
+        owners: The slot of each line of the run.
         flat: A run like it with the contents of the master, which an update changes.
         views: Its tensors, by slot.
         lies: Where and how each parameter lies.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        tensors: dict[int, Tensor],
-        contents: dict[int, Tensor],
-        device: torch.device,
+        self, module: nn.Module, tensors: dict[int, Tensor], contents: dict[int, Tensor]
     ) -> None:
         self.module = module
         self.tensors = tensors
@@ -88,18 +83,22 @@ class Built:
             for name, t in part._buffers.items():
                 slot = number.get(id(t), _CHANGED)
                 registered.add(slot)
-                own = t is not None and slot in contents and _is_plain(t) and is_dense(t)
+                own = type(t) is Tensor and slot in contents and is_plain(t) and is_dense(t)
                 if own and tensors[slot].nbytes <= _SMALL:
                     self._places.append((part._buffers, name, slot))
-        self.loose = [slot for slot, t in tensors.items() if not isinstance(t, nn.Parameter)]
-        self.attributes = {*self.loose} - registered
-        self.buffers = [*dict.fromkeys([slot for _, _, slot in self._places])]
-        self.layout = Layout(specs_of([tensors[slot] for slot in self.buffers]))
-        self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=device)
-        self.views = dict(zip(self.buffers, self.layout.views(self.flat), strict=True))
-        copy_row([*self.views.values()], [contents[slot] for slot in self.buffers])
-        parameters = tensors.keys() - {*self.loose}
-        self.lies = _lies({slot: tensors[slot] for slot in parameters})
+        self.loose = {slot for slot, t in tensors.items() if not isinstance(t, nn.Parameter)}
+        self.attributes = self.loose - registered
+        buffers = [*dict.fromkeys([slot for _, _, slot in self._places])]
+        self.layout = Layout(specs_of([tensors[slot] for slot in buffers]))
+        self.owners = np.empty(self.layout.size // ALIGN, dtype=np.int64)
+        for slot, begin in zip(buffers, self.layout.offsets, strict=True):
+            end = begin + tensors[slot].nbytes
+            self.owners[begin // ALIGN : -(-end // ALIGN)] = slot
+        row = [contents[slot] for slot in buffers]
+        self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=gpu_of(row) or "cpu")
+        self.views = dict(zip(buffers, self.layout.views(self.flat), strict=True))
+        copy_row([*self.views.values()], row)
+        self.lies = _lies({slot: tensors[slot] for slot in tensors.keys() - self.loose})
 
     def put(self, tensors: dict[int, Tensor]) -> None:
         """Let the module have other buffers."""
@@ -126,9 +125,13 @@ class Found:
         flat: The memory of the buffers that are this forward's own.
 
     Attributes:
-        saved: How often each tensor had been written to when it ended, as its graph saved them.
+        saved: How often each tensor had been written to when it ended, as its graph saved them;
+            empty until then.
         touched: Addresses of memory that was accessed past versions.
         changes: Attributes that the forward set, for a checkpoint that runs again in backward.
+        versions: How often each had been written to when it was watched.
+        lies: Where and how each lay then.
+        was: The buffers' bytes then; None if writes are not reported.
     """
 
     def __init__(self, built: Built, tensors: dict[int, Tensor], flat: Tensor) -> None:
@@ -137,88 +140,21 @@ class Found:
         self.touched: raw_access.Touched = {}
         self.changes: list[tuple[Attributes, Attributes]] = []
 
-    def versions(self) -> dict[int, int]:
-        """Count how often each tensor was written to."""
-        return dict(zip(self.tensors, versions_of(self.tensors.values()), strict=True))
-
-
-class Before:
-    """A forward's tensors at one moment, compared with what they are later.
-
-    No single sign tells of all writes, so there are four; the contents decide where they are known.
-
-    Args:
-        found: The tensors.
-        report: True if buffers are compared, whose writes are reported.
-        master: Knows the contents with which the tensors began; None if they are not of now.
-    """
-
-    def __init__(self, found: Found, report: bool, master: ReplicaModule | None) -> None:
-        self.found = found
-        self.versions = found.versions()
-        self._loose = {slot: found.tensors[slot] for slot in found.built.loose}
-        self._lies = found.built.lies | _lies(self._loose)
-        self.flat = None
-        if report:
-            self.flat = found.built.flat if master is not None else found.flat.clone()
-        self._master = master
-
-    def moved(self) -> dict[int, int]:
-        """Count the writes that torch tells of: by operations in place."""
-        now = self.found.versions()
-        return {slot: now[slot] - old for slot, old in self.versions.items() if now[slot] != old}
-
-    def touched(self) -> set[int]:
-        """Find the tensors that were accessed past versions, as by ``t.data.mul_(2)``: they may
-        have been written to, or only read.
-        """
-        touched = self.found.touched
-        if not touched:
-            return set()
-        return {slot for slot, t in self.found.tensors.items() if _storage(t) in touched}
-
-    def replaced(self, moved: Iterable[int]) -> set[int]:
-        """Find the tensors that lie elsewhere, or otherwise, as after ``t.data = other``."""
-        found = self.found
-        if found.touched:
-            suspects = found.tensors
-        else:  # nearly all parameters end here
-            suspects = self._loose | {slot: found.tensors[slot] for slot in moved}
-        return {slot for slot, lies in _lies(suspects).items() if lies != self._lies[slot]}
+    def watch(self, was: Tensor | None) -> None:
+        """Note what the tensors are, to find later what was written to."""
+        self.versions = versions_of(self.tensors.values())
+        self.lies = self.built.lies | _lies({n: self.tensors[n] for n in self.built.loose})
+        self.was = was
 
     def changed(self) -> set[int]:
         """Find the buffers with other bytes, in one look at all: kernels of batch norm move no
         version.
         """
-        built = self.found.built
-        if self.flat is None or not built.layout.size:
+        if self.was is None or not self.built.views:
             return set()
-        with torch.no_grad():
-            words = self.found.flat.view(torch.int64) != self.flat.view(torch.int64)
-            lines = words.view(-1, ALIGN // 8).any(1).cpu().numpy()
-        until = np.concatenate([[0], np.cumsum(lines)])  # how many lines differ up to each
-        begins = np.array(built.layout.offsets)
-        ends = begins + [built.tensors[slot].nbytes for slot in built.buffers]
-        differ = until[-(-ends // ALIGN)] > until[begins // ALIGN]
-        return {slot for slot, one in zip(built.buffers, differ.tolist(), strict=True) if one}
-
-    def contents(self, slot: int) -> Tensor | None:
-        """Return what a tensor was, if that is known."""
-        kept = None if self._master is None else self._master.contents(slot)
-        if kept is None:
-            t = self.found.tensors[slot]
-            kept = self.found.touched.get(_storage(t))
-            kept = None if kept is None or kept.shape != t.shape else kept
-        return kept
-
-
-class Write(NamedTuple):
-    """A tensor that was written to."""
-
-    slot: int
-    value: Tensor
-    moved: int  # by how much its version moved
-    replaced: bool  # its memory is another one
+        words = self.flat.view(torch.int64) != self.was.view(torch.int64)
+        lines = words.view(len(self.built.owners), ALIGN // 8).any(1)
+        return {*self.built.owners[lines.cpu().numpy()].tolist()}
 
 
 @dataclass(slots=True)
@@ -236,13 +172,9 @@ class _Tracked:
 class _Run(NamedTuple):
     """The run of memory in which the master's contents come."""
 
-    window: Window | None  # the driver's, if that is mapped
+    window: Window | None  # the driver's, if contents are copied from there
     memory: Tensor  # on the module's device
     views: dict[int, Tensor]  # its tensors, by slot
-
-
-def _is_plain(t: Tensor) -> bool:
-    return type(t) is Tensor and t.layout is torch.strided and not t.is_nested
 
 
 def _lies(tensors: dict[int, Tensor]) -> dict[int, tuple[object, ...]]:
@@ -277,7 +209,7 @@ class ReplicaModule:
         self.device = device
         self.revision = 0
         self._structure = b""
-        self._clean_look = b""  # at a module that was just built
+        self._clean = b""  # a look at a module that was just built
         self._codes: dict[int, types.CodeType] = {}
         self._tracked: dict[int, _Tracked] = {}
         # The module sees a private mapping of each, in which its writes stay; the second one shows
@@ -312,10 +244,8 @@ class ReplicaModule:
             self._windows[key] = window, Window(window.size, window.duplicate())
         if news.structure is not None:
             self._structure = news.structure
-            self._clean_look, self._built = b"", None
-        if news.run is not None:
-            self._run = self._laid(news.run, update.window)
-        self._bring(news.ranges, update, spread)
+            self._clean, self._built = b"", None
+        self._bring(news, update, spread)
         views = self._run.views
         contents = {slot: views[slot] for slot in news.versions if slot in views}
         contents.update(zip(news.slots, update.contents, strict=True))
@@ -351,42 +281,36 @@ class ReplicaModule:
         set_versions([self._tracked[slot].tensor for slot in news.versions], news.versions.values())
         self.revision = update.revision
 
-    def _laid(self, spec: RunSpec, theirs: Window | None) -> _Run:
-        """Lay out the run in which contents come from now on: in memory of the driver's, if that is
-        mapped and this is its device, else in memory of this replica's.
-        """
-        layout = Layout(spec.specs, cuts=spec.cuts)
-        window = None if theirs is None else Window(theirs.size, theirs.duplicate())
-        if window is not None and self.device.type == "cpu":
-            memory = window.memory[: layout.size]
-        else:
-            memory = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
-        return _Run(window, memory, dict(zip(spec.slots, layout.views(memory), strict=True)))
-
     def _bring(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        update: StateUpdate,
-        spread: Callable[[Tensor], None] | None,
+        self, news: StateNews, update: StateUpdate, spread: Callable[[Tensor], None] | None
     ) -> None:
-        """Bring what changed of the run to this replica's memory."""
+        """Bring what changed of the run to this replica's memory. In memory of the driver's that
+        this replica computes in, it is there.
+        """
+        if news.run is not None:
+            layout, theirs = Layout(news.run.specs), update.window
+            window = None if theirs is None else Window(theirs.size, theirs.duplicate())
+            if window is not None and self.device.type == "cpu":
+                memory = window.memory[: layout.size]
+                window = None
+            else:
+                memory = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
+            views = dict(zip(news.run.slots, layout.views(memory), strict=True))
+            self._run = _Run(window, memory, views)
         window, memory, _ = self._run
-        if window is not None and self.device.type == "cpu":
-            return  # it is there
         takes = update.spread is None or update.spread.rank == update.spread.root
-        for i, (begin, end) in enumerate(ranges):
+        for i, (begin, end) in enumerate(news.ranges):
             if takes and window is not None:
                 copy_up(window, memory, begin, end)
-            elif takes:
+            elif update.parts:
                 memory[begin:end].copy_(update.parts[i])
             if spread is not None:
                 spread(memory[begin:end])
 
     def _in_window(self, spec: SlotSpec, master: bool) -> Tensor:
         """Show a tensor of a window, with a storage and a version of its own."""
-        assert spec.window is not None
-        there = Spec(spec.dtype, spec.shape, spec.stride, False)
-        return self._windows[spec.window][master].alone(there, spec.offset)
+        assert spec.window is not None and spec.there is not None
+        return self._windows[spec.window][master].alone(spec.there, spec.offset)
 
     def wanting(self, found: Found) -> list[int]:
         """Return the slots of tensors that require a gradient in the master."""
@@ -396,17 +320,12 @@ class ReplicaModule:
         """Return the tensor of a slot."""
         return self._tracked[slot].tensor
 
-    def has(self, slot: int) -> bool:
-        """Tell if the module still has a slot's tensor."""
-        return slot in self._tracked
-
     def stepped(self, slots: Iterable[int]) -> None:
         """Note parameters that optimizers here step: the master's contents are older from now
         on.
         """
-        for slot in slots:
-            if slot in self._tracked:
-                self._tracked[slot].trained = True
+        for slot in self._tracked.keys() & slots:
+            self._tracked[slot].trained = True
 
     def contents(self, slot: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""
@@ -417,40 +336,34 @@ class ReplicaModule:
 
     # One forward.
 
-    def begin(self, overlay: dict[int, Tensor]) -> Found:
+    def begin(self, overlay: dict[int, Tensor], report: bool) -> Found:
         """Make the module what the master is, with buffers of this forward's own.
 
         Args:
             overlay: Contents in place of the master's: a forward that runs again for its graph
                 finds what it found first.
+            report: True if `end` reports writes.
         """
         self.settle()
         if self._built is None:
-            self._built = self._build()
-        built, other = self._built, {}
-        for slot, value in overlay.items():
-            if slot not in built.buffers or value.shape != built.tensors[slot].shape:
-                other[slot] = _made(self._tracked[slot].spec, value.detach().clone())
-        if other:
-            tensors = built.tensors | other
-            module, _ = build(self._structure, tensors, self._codes, self.device)
-            kept = {slot: t for slot, t in built.views.items() if slot not in other}
-            built = Built(module, tensors, kept, self.device)
+            self._built = self._build({})
+        built = self._build(overlay) if overlay else self._built
         flat = built.flat.clone()
-        views = dict(zip(built.buffers, built.layout.views(flat), strict=True))
-        own = overlay.keys() & views.keys()
-        copy_row([views[slot] for slot in own], [overlay[slot] for slot in own])
-        fresh = [*map(raw_access.data, views.values())]  # gives each a version of its own
-        for slot, t in zip(built.buffers, fresh, strict=True):
-            if self._tracked[slot].spec.grad:
-                t.requires_grad_()
-        set_versions(fresh, [self._tracked[slot].version for slot in built.buffers])
-        self._ran = Found(built, built.tensors | dict(zip(built.buffers, fresh, strict=True)), flat)
-        built.put(self._ran.tensors)
-        return self._ran
+        fresh = {}
+        for slot, t in zip(built.views, built.layout.views(flat), strict=True):
+            fresh[slot] = raw_access.data(t)  # with a version of its own
+            fresh[slot].requires_grad_(self._tracked[slot].spec.grad)
+        set_versions(fresh.values(), [self._tracked[slot].version for slot in fresh])
+        found = Found(built, built.tensors | fresh, flat)
+        built.put(found.tensors)
+        found.watch(built.flat if report else None)
+        self._ran = found
+        return found
 
-    def _build(self) -> Built:
+    def _build(self, overlay: dict[int, Tensor]) -> Built:
         tensors = {slot: one.tensor for slot, one in self._tracked.items()}
+        for slot, value in overlay.items():
+            tensors[slot] = _made(self._tracked[slot].spec, value.detach().clone())
         try:
             module, used = build(self._structure, tensors, self._codes, self.device)
         except Exception as error:  # code of the user's classes
@@ -462,81 +375,89 @@ class ReplicaModule:
         for key in self._windows.keys() - used_windows:
             del self._windows[key]
         contents = {slot: t for slot in tensors if (t := self.contents(slot)) is not None}
-        return Built(module, tensors, contents, self.device)
+        built = Built(module, tensors, contents | overlay)
+        if not self._clean:
+            self._clean = self._look(built)
+        return built
 
-    def again(self, found: Found, moved: dict[int, int]) -> None:
+    def again(self, found: Found, moved: dict[int, int], report: bool) -> None:
         """Let the module be what one forward left, for a checkpoint that runs again in backward.
 
         Args:
             found: The tensors of that forward.
             moved: By how much the master's versions moved since: torch's check sees its edits.
+            report: True if `end` reports writes.
         """
         row = [found.tensors[slot] for slot in moved]
         then = [found.saved[slot] + by for slot, by in moved.items()]
         set_versions(row, map(max, versions_of(row), then))
-        if self._ran is found:
-            return
-        if self._ran is not None and self._ran.built is found.built:
-            self._put_back()  # a look can wait
-        else:
+        if self._ran is not found:
             self.settle()
-        found.built.put(found.tensors)
-        for d, now in found.changes:
-            d.clear()
-            d.update(now)
-        self._ran = found
+            found.built.put(found.tensors)
+            for d, now in found.changes:
+                d.clear()
+                d.update(now)
+            self._ran = found
+        found.watch(found.flat.clone() if report else None)
 
-    def end(self, before: Before, keeps_data: bool) -> Writes:
-        """Find out what was written to, and let the next forward not find it.
+    def end(self, found: Found, keeps_data: bool) -> Writes:
+        """Find out what was written to, and let the next forward not find it. No single sign tells
+        of all writes; the contents decide where they are known.
 
         Args:
-            before: The tensors as they were.
+            found: The tensors, as they are now.
             keeps_data: True if ``t.data = other`` stays for parameters, as under no_grad.
         """
-        found, buffers = before.found, {*before.found.built.buffers}
-        moved, touched, changed = before.moved(), before.touched(), before.changed()
-        replaced = before.replaced(moved)
-        signs = moved.keys() | touched | replaced
-        writes = []
-        for slot in sorted(signs | changed | ({*found.built.loose} - buffers)):
-            t, one = found.tensors[slot], self._tracked.get(slot)
+        touched, changed, writes = found.touched, found.changed(), []
+        now = versions_of(found.tensors.values())
+        first = not found.saved  # later on the master may have other contents
+        found.saved = found.saved or dict(zip(found.tensors, now, strict=True))
+        pairs = zip(found.tensors, found.versions, now, strict=True)
+        moves = {slot: new - old for slot, old, new in pairs}
+        suspects = found.tensors
+        if not touched:  # nearly no parameters
+            suspects = {n: t for n, t in suspects.items() if moves[n] or n in found.built.loose}
+        for slot, lies in _lies(suspects).items():
+            t, one, moved = found.tensors[slot], self._tracked.get(slot), moves[slot]
             if one is None:
                 continue  # it was taken out of the module since
-            then, unlike = None, slot in replaced or slot in changed
-            if slot not in buffers and not unlike:
-                then = before.contents(slot)
-                unlike = slot in signs if then is None else not same(t, then)
-            if one.trained:
-                if slot in moved or (then is not None and unlike):
-                    one.lost = True
-                    raise RuntimeError(_TRAINED.format(tuple(t.shape)))
-            elif unlike:
-                # Without its own constructor, which is a function of Python.
-                row = slot, t, moved.get(slot, 0), slot in replaced
-                writes.append(tuple.__new__(Write, row))
-            elif one.spec.parameter:  # written, with what was there
-                set_versions([t], [before.versions[slot]])
-                if one.spec.window is not None:  # let go of the pages that the write made private
-                    pages = self._windows[one.spec.window][0].map
-                    pages.madvise(mmap.MADV_DONTNEED, one.spec.offset, t.nbytes)
-        kept = []
-        for write in writes:
-            one = self._tracked[write.slot]
-            if one.tensor is write.value:  # no buffer of the run: the next forward has it, too
-                self._renew(write.slot)
+            loose = slot in found.built.loose
+            replaced = lies != found.lies[slot]  # as after ``t.data = other``
+            accessed = bool(touched) and _storage(t) in touched  # ``t.data.mul_(2)``, or only read
+            unlike = replaced or slot in changed
+            if not unlike and slot not in found.built.views and (moved or accessed or loose):
+                kept = self.contents(slot) if first else None
+                if kept is None and accessed:
+                    kept = touched[_storage(t)]
+                if kept is not None and kept.shape == t.shape:
+                    unlike = not same(t, kept)
+                else:
+                    unlike = moved > 0 or (accessed and not one.trained)
+            if one.trained and (moved or unlike):
+                one.lost = True
+                raise RuntimeError(_TRAINED.format(tuple(t.shape)))
+            if one.tensor is t and (unlike or moved):  # the next forward has it, too
+                self._renew(slot)
+            elif (
+                accessed and one.spec.window is not None
+            ):  # let go of pages that a write made private
+                pages = self._windows[one.spec.window][0].map
+                pages.madvise(mmap.MADV_DONTNEED, one.spec.offset, t.nbytes)
             # Upstream loses ``t.data = other`` where gradients are enabled.
-            if keeps_data or not (write.replaced and (one.spec.parameter or one.spec.grad)):
-                kept.append(write)
-        if before.flat is None:
+            lost = replaced and not keeps_data and (one.spec.parameter or one.spec.grad)
+            if unlike and found.was is not None and not lost:
+                writes.append((slot, t, moved, replaced))
+        if not writes:
             return Writes()
-        slots, values, by, others = zip(*kept, strict=True) if kept else ((), (), (), ())
-        return Writes(slots, Row(values, flags=False), by, others)
+        slots, values, by, others = zip(*writes, strict=True)
+        plain = Row([t.detach() if t.requires_grad else t for t in values])
+        return Writes(slots, plain, by, others)
 
     def _renew(self, slot: int) -> None:
         """Make a tensor anew for the next forward: this one's graph may have saved it."""
         key, kept = self._tracked[slot].spec.window, self.contents(slot)
         anew = [self._tracked[slot]]
-        if key is not None:  # with all others there: it has one mapping, of which pages are let go
+        if key is not None:  # with all others there: it has one mapping
             shared = self._windows[key][1]
             self._windows[key] = Window(shared.size, shared.duplicate(), private=True), shared
             anew = [one for one in self._tracked.values() if one.spec.window == key]
@@ -550,43 +471,25 @@ class ReplicaModule:
         set_versions([one.tensor for one in anew], [one.version for one in anew])
         self._built = None
 
-    def _put_back(self) -> None:
-        """Put attributes back that a forward set."""
-        if self._ran is not None:
-            self._ran.changes = self._ran.built.put_back()
-            self._ran = None
-
     def settle(self) -> None:
         """Put the module back after a forward; build it again later if a look still differs."""
-        if self._ran is None:
+        found, self._ran = self._ran, None
+        if found is None:
             return
-        built = self._ran.built
-        self._put_back()
+        found.changes = found.built.put_back()
         for one in self._tracked.values():
             if one.tensor.requires_grad != one.spec.grad:
                 one.tensor = _made(one.spec, one.tensor.detach())
                 self._built = None
-        if built is self._built:
-            try:
-                clean = self._is_clean(built)
-            except Exception:  # a value that cannot be pickled was left
-                clean = False
-            if not clean:
+        if found.built is self._built:
+            now = self._look(found.built)
+            if not now or now != self._clean:
                 self._built = None
 
-    def _is_clean(self, built: Built) -> bool:
-        """Compare a look at the module with one at a twin that was just built. Mostly both are the
-        master's bytes.
-        """
+    def _look(self, built: Built) -> bytes:
+        """Look at a module; returns nothing if a value in it cannot be pickled."""
         number = {id(t): slot for slot, t in built.tensors.items()}
-
-        def looked(module: nn.Module) -> bytes:
-            return look(module, lambda t: number.get(id(t), _CHANGED), Codes(self._codes))
-
-        found = looked(built.module)
-        if found == self._structure:
-            self._clean_look = found
-        elif not self._clean_look:
-            twin, _ = build(self._structure, built.tensors, self._codes, self.device)
-            self._clean_look = looked(twin)
-        return found == self._clean_look
+        codes = {id(code): (i, code) for i, code in self._codes.items()}
+        with contextlib.suppress(Exception):
+            return look(built.module, lambda t: number.get(id(t), _CHANGED), codes)
+        return b""

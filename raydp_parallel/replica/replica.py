@@ -10,22 +10,23 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydp_parallel import batch
 from raydp_parallel.devices import ambient, threads
+from raydp_parallel.devices.layout import Row
 from raydp_parallel.replica import engine, exceptions
-from raydp_parallel.replica.module import Before, Found, ReplicaModule
+from raydp_parallel.replica.module import Found, ReplicaModule
 from raydp_parallel.replica.resident import Resident
 from raydp_parallel.state import raw_access
+from raydp_parallel.state.run import is_plain
 from raydp_parallel.wire import trial
-from raydp_parallel.wire.codec import Parcel, Row, parcel
+from raydp_parallel.wire.codec import Parcel, parcel
 from raydp_parallel.wire.group import Abandoned, Differing, Exchange, summable
 from raydp_parallel.wire.messages import (
     KEPT,
@@ -47,18 +48,16 @@ from raydp_parallel.wire.messages import (
 Trained = ResumeRequest | SnapshotRequest | GradientsRequest | StepRequest
 Request = ForwardRequest | BackwardRequest | Forget | ExchangeRequest | Trained
 
-_own_process = False
+own_process = False
+"""True in a process that does a replica's work and no other: a wrapper in its module runs in place.
+"""
 
 
-def belong_to_replica() -> None:
-    """Note that this process does a replica's work and no other."""
-    global _own_process
-    _own_process = True
+class Model(NamedTuple):
+    """A model, and what is trained here of it."""
 
-
-def running() -> bool:
-    """Tell if the caller is the module of a replica: a wrapper inside it runs in place."""
-    return _own_process
+    module: ReplicaModule
+    resident: Resident
 
 
 class Graph(NamedTuple):
@@ -67,7 +66,7 @@ class Graph(NamedTuple):
     outputs: list[Tensor]  # the tensors that may be differentiated
     leaves: list[Tensor]  # those that they are differentiated by: of the module, then inputs
     slots: list[int | None]  # of the module's; None for inputs
-    module: ReplicaModule  # the model
+    model: Model
     found: Found  # the module that ran, and its tensors
     derived: bool = False  # a backward made it: it leads to more leaves than its own
 
@@ -81,9 +80,8 @@ class Replica:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._models: dict[int, ReplicaModule] = {}
+        self._models: dict[int, Model] = {}
         self._graphs: dict[int, Graph] = {}
-        self._residents: dict[ReplicaModule, Resident] = {}
         self._groups: dict[str, Exchange] = {}
         self._delivered: dict[int, Future[object]] = {}
         self._ran: ReplicaModule | None = None  # what `settle` puts back
@@ -122,7 +120,8 @@ class Replica:
 
     def deliver(self, number: int, value: object) -> None:
         """Take an object of Ray's store that an argument stands for."""
-        self._delivered.setdefault(number, Future()).set_result(value)
+        with contextlib.suppress(InvalidStateError):  # it comes again where the call runs again
+            self._delivered.setdefault(number, Future()).set_result(value)
 
     def _get(self, number: int) -> object:
         found = self._delivered.setdefault(number, Future()).result()
@@ -151,24 +150,16 @@ class Replica:
         """Drop graphs and models that nobody can ask for any more."""
         for key in keys:
             self._graphs.pop(key, None)
-            module = self._models.pop(key, None)
-            if module is not None:
-                self._residents.pop(module, None)
-
-    def _resident(self, module: ReplicaModule) -> Resident:
-        """Return what is trained here of a model."""
-        if module not in self._residents:
-            self._residents[module] = Resident(module)
-        return self._residents[module]
+            self._models.pop(key, None)
 
     def _train(self, request: Trained) -> Answer:
         """Do what a driver asks for whose optimizers are here."""
         if isinstance(request, ResumeRequest):
-            module = self._updated(request.model, request.update)
+            module, resident = self._updated(request.model, request.update)
             if not module.lacking:
-                self._resident(module).resume(request)
+                resident.resume(request)
             return Answer(lacking=module.lacking)
-        resident = self._resident(self._models[request.model])
+        resident = self._models[request.model].resident
         if isinstance(request, SnapshotRequest):
             return Answer(resident.snapshot(request))
         if isinstance(request, GradientsRequest):
@@ -176,21 +167,21 @@ class Replica:
         threads.use(self._device, request.threads)
         return Answer(resident.step(request, self._exchange))
 
-    def _updated(self, number: int, update: StateUpdate | None) -> ReplicaModule:
+    def _updated(self, number: int, update: StateUpdate | None) -> Model:
         """Return a model, with the master's changes."""
         if number not in self._models:
-            self._models[number] = ReplicaModule(self._device)
-        module = self._models[number]
-        place = None if update is None else update.spread
-        if update is not None and place is None:
-            module.update(update, None)
-        elif update is not None and place is not None:
-            module.revision = -1  # without the group it asks for all
-            with contextlib.suppress(Abandoned, Differing):
-                exchange = self._exchange(place)
-                with exchange.taking_part(layers=False):
-                    module.update(update, functools.partial(exchange.spread, root=place.root))
-        return module
+            module = ReplicaModule(self._device)
+            self._models[number] = Model(module, Resident(module))
+        model = self._models[number]
+        if update is not None:
+            model.module.revision = -1  # without the group it asks for all
+            with contextlib.suppress(Abandoned, Differing), self._taking_part(update.spread):
+                spread = None
+                if update.spread is not None:
+                    exchange, root = self._exchange(update.spread), update.spread.root
+                    spread = functools.partial(exchange.spread, root=root)
+                model.module.update(update, spread)
+        return model
 
     def _forward(self, request: ForwardRequest) -> Answer:
         """Run one chunk."""
@@ -199,117 +190,83 @@ class Replica:
         grad = context.grad and not context.inference
         reached: tuple[bool, ...] = ()
         try:
-            module = self._updated(request.model, request.update)  # [4] run
+            model = self._updated(request.model, request.update)  # [4] run
+            module = model.module
             if module.lacking:
                 return Answer(lacking=True)
             threads.use(self._device, terms.threads)
             with self._taking_part(terms.group):
-                engine.seed(self._device, request.seed, terms.chunk)
-                inputs, call = self._load(request, grad)
-                found = module.begin(request.overlay or {})
-                self._ran = module
                 # One that runs again for its graph has reported its writes before.
-                before = Before(found, terms.first and request.overlay is None, module)
+                report = terms.first and request.overlay is None
+                found = module.begin(request.overlay or {}, report)
+                self._ran = module
+                engine.seed(self._device, request.seed, terms.chunk)
+                inputs: list[Tensor] = []
+                called, *arguments = _loaded(request.arguments, grad, inputs)
+                args, kwargs = batch.resolved(arguments, self._get, self._device)
+                if callable(called):
+                    call = functools.partial(called, found.built.module)
+                else:
+                    call = getattr(found.built.module, called or "__call__")
                 try:
                     with ambient.enter(context), raw_access.noting() as found.touched:
-                        output = call(found.built.module)
+                        output = call(*args, **kwargs)
                 finally:
-                    writes = module.end(before, keeps_data=not grad)  # [6] report
+                    writes = module.end(found, keeps_data=not grad)  # [6] report
                 # Tensors are found wherever pickle reaches, also in objects of the user's classes.
                 value = parcel(output, "output")
         except BaseException as error:  # what was written until then is written
             return Answer(failure=exceptions.failure(error, terms.where), writes=writes)
         if request.key is not None and any(t.requires_grad for t in value.tensors):
             self._ran = None  # backward follows soon
-            found.saved = found.versions()  # graphs compare with these, after forward's own writes
             slots = module.wanting(found)
             leaves = [*[found.tensors[n] for n in slots], *inputs]
             marks = [*slots, *[None] * len(inputs)]
-            self._graphs[request.key] = Graph(value.tensors, leaves, marks, module, found)
-            asked = slots if request.optional else [n for n in slots if n in found.built.attributes]
-            if asked or inputs:
+            self._graphs[request.key] = Graph(value.tensors, leaves, marks, model, found)
+            asked = {None, *(slots if request.optional else found.built.attributes)}
+            optional = [t for t, n in zip(leaves, marks, strict=True) if n in asked]
+            if optional:
                 there = engine.reachable(value.tensors)
-                optional = [*[found.tensors[n] for n in asked], *inputs]
                 reached = tuple([id(t) in there for t in optional])
         return Answer(value, reached, writes=writes)
-
-    def _load(
-        self, request: ForwardRequest, grad: bool
-    ) -> tuple[list[Tensor], Callable[[nn.Module], object]]:
-        """Take the arguments out of the message; returns those that require a gradient, and what
-        calls the module with them.
-        """
-        inputs: list[Tensor] = []
-
-        def load(value: Parcel) -> Any:
-            own = [t.detach().clone() for t in value.tensors]  # the next message overwrites these
-            for mine, t in zip(own, value.tensors, strict=True):
-                if t.requires_grad and grad:
-                    inputs.append(mine.requires_grad_())
-            return value.load(own)
-
-        called = request.called
-        try:
-            function = load(called) if isinstance(called, Parcel) else None
-            arguments = load(request.arguments)
-        except Exception as error:  # code of the user's classes
-            raise exceptions.NotLoaded from error
-        args, kwargs = batch.resolved(arguments, self._get, self._device)
-
-        def call(module: nn.Module) -> object:
-            if function is not None:
-                return function(module, *args, **kwargs)
-            if isinstance(called, str):
-                return getattr(module, called)(*args, **kwargs)
-            return module(*args, **kwargs)
-
-        return inputs, call
 
     def _backward(self, request: BackwardRequest) -> Answer:
         """Differentiate outputs of one chunk."""
         self._forget(request.forget)
         terms, home = request.terms, self._graphs[request.graph]
+        module, resident = home.model
         outputs = [self._graphs[key].outputs[k] for key, row in request.outputs for k in row]
+        create = request.derived is not None
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
-        given = [grad.detach().clone() for grad in request.grads]
-        grads, create = [*given], request.derived is not None
+        given = [grad.detach().clone().requires_grad_(create) for grad in request.grads]
+        grads = [*given]
         for key, numbers in request.outputs:
             if not numbers:  # it only takes part in the layers of the others
                 idle = [t for t in self._graphs[key].outputs if t.requires_grad]
                 outputs += idle
-                grads += map(torch.zeros_like, idle)
-        for grad in grads if create else ():
-            grad.requires_grad_()
+                grads += [torch.zeros_like(t, requires_grad=create) for t in idle]
+        needed, partial = request.needed, request.partial or home.derived
+        keeps = max(needed, default=SENT) >= KEPT
         threads.use(self._device, terms.threads)
         with self._taking_part(terms.group):
-            home.module.again(home.found, request.moved)
-            self._ran = home.module
-            # A checkpoint that runs again may write once more.
-            before = Before(home.found, terms.first, None)
-            resident = None
-            if max(request.needed, default=SENT) >= KEPT:
-                resident = self._resident(home.module)
-                resident.begin(terms.chunk, home.slots, request.needed)
-            with ambient.enter(terms.context), raw_access.noting() as touched:
-                home.found.touched = touched
+            module.again(home.found, request.moved, terms.first)
+            self._ran = module
+            if keeps:
+                resident.begin(terms.chunk, home.slots, needed)
+            with ambient.enter(terms.context), raw_access.noting() as home.found.touched:
                 found = engine.differentiate(
-                    outputs,
-                    grads,
-                    home.leaves,
-                    request.needed,
-                    request.partial or home.derived,
-                    request.keep,
-                    create,
+                    outputs, grads, home.leaves, needed, partial, request.keep, create
                 )
-            writes = home.module.end(before, keeps_data=False)
+            # A checkpoint that ran again may have written once more.
+            writes = module.end(home.found, keeps_data=False)
             if request.derived is not None:
                 made = [grad for grad in found if grad is not None]
-                graph = Graph(made, given, [None] * len(given), home.module, home.found, True)
+                graph = Graph(made, given, [None] * len(given), home.model, home.found, True)
                 self._graphs[request.derived] = graph
             reached: tuple[bool, ...] = ()
-            if resident is not None:
-                reached = resident.keep(terms.chunk, home.slots, request.needed, found)
-            elif SUMMED in request.needed:
+            if keeps:
+                reached = resident.keep(terms.chunk, home.slots, needed, found)
+            elif SUMMED in needed:
                 reached = self._sum(request, home, found)
         count = sum([slot is not None for slot in home.slots])
         return Answer((Row(found[:count]), Row(found[count:])), reached, writes=writes)
@@ -324,25 +281,36 @@ class Replica:
         assert place is not None
         chosen: dict[torch.dtype, dict[int, Tensor]] = {}
         for at, (code, grad) in enumerate(zip(request.needed, grads, strict=True)):
-            plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_complex()
-            if code == SUMMED and grad is not None and plain:
+            if code == SUMMED and grad is not None and is_plain(grad) and not grad.is_complex():
                 chosen.setdefault(grad.dtype, {})[at] = grad
-        order = [at for row in chosen.values() for at in row]
-        sums: list[Tensor] = []
+        runs: list[Tensor] = []
+        sums: dict[int, Tensor] = {}
         exchange = self._exchange(place)
         try:
-            exchange.meet(0, hash(tuple([home.slots[at] for at in order])))
             for row in chosen.values():
                 run, parts = summable([home.leaves[at] for at in row], exchange.size)
                 torch._foreach_copy_(parts, [*row.values()])
-                exchange.add(run, range(exchange.size), place.root)
-                sums += parts
+                runs.append(run)
+                sums.update(zip(row, parts, strict=True))
+            what = hash(tuple([home.slots[at] for at in sums]))
+            exchange.add(runs, range(exchange.size), place.root, what)
         except (Abandoned, Differing):
             return ()
         except torch.OutOfMemoryError:
             exchange.close()
             return ()
-        for at, total in zip(order, sums, strict=True):
+        for at, total in sums.items():
             grads[at] = total if exchange.rank == place.root else None
-        summed = {*order}
-        return tuple([at in summed for at in range(len(grads))])
+        return tuple([at in sums for at in range(len(grads))])
+
+
+def _loaded(value: Parcel, grad: bool, inputs: list[Tensor]) -> Any:
+    """Take a value out of a message, and add its tensors that require a gradient to a list."""
+    own = [t.detach().clone() for t in value.tensors]  # the next message overwrites these
+    for mine, t in zip(own, value.tensors, strict=True):
+        if t.requires_grad and grad:
+            inputs.append(mine.requires_grad_())
+    try:
+        return value.load(own)
+    except Exception as error:  # code of the user's classes
+        raise exceptions.NotLoaded from error

@@ -4,6 +4,7 @@ optimizers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -93,15 +94,13 @@ class Resident:
             like = [self._module.tensor(slot) for slot in own]
             run, sums = summable(like, members, self._runs.pop(dtype, None))
             self._runs[dtype] = run
-            for chunk in chunks:
-                row = self.gradients(own, chunk)
-                if chunk == chunks[0]:
-                    copy_row(sums, row)
-                    continue
-                for total, grad in zip(sums, row, strict=True):
+            for chunk in chunks[:1]:
+                copy_row(sums, self.gradients(own, chunk))
+            for chunk in chunks[1:]:
+                for total, grad in zip(sums, self.gradients(own, chunk), strict=True):
                     total.add_(grad)
             if exchange is not None:
-                exchange.add(run, request.chunks)
+                exchange.add([run], request.chunks)
             found.update(zip(own, sums, strict=True))
         return found
 
@@ -113,14 +112,11 @@ class Resident:
         """Make a step; or return the norm, and keep the sums for the step."""
         optimizer, slots = self._optimizers[request.optimizer]
         exchange = None if request.exchange is None else join(request.exchange)
-        try:
+        # If it fails, the others do not wait for this one.
+        with contextlib.nullcontext() if exchange is None else exchange.taking_part(layers=False):
             if not request.again:
                 self._last.clear()  # they lie where the new ones will
                 self._last = self._sums(request, exchange)
-        except BaseException:
-            if exchange is not None:
-                exchange.close()  # the others do not wait for this one
-            raise
         if request.scale is not None:
             for dtype in {grad.dtype for grad in self._last.values()}:
                 self._runs[dtype].mul_(request.scale)  # all of them at once
@@ -156,36 +152,30 @@ class Resident:
         row = [t.detach().clone() for t in request.optimizers.tensors]
         for number, one in request.optimizers.load(row).items():
             kind, keywords, groups, state = one
-            slots: dict[nn.Parameter, int] = {}
+            params: dict[int, nn.Parameter] = {}
             for group in groups:
                 on_host = not (group.get("capturable") or group.get("fused"))
-                own = {}
                 for slot in group["params"]:
                     # The module's memory and version, and an object that no other flag replaces.
                     t = self._module.tensor(slot)
-                    own[nn.Parameter(t.detach(), t.requires_grad)] = slot
+                    params[slot] = nn.Parameter(t.detach(), t.requires_grad)
                     step = state.get(slot, {}).get("step")
                     if isinstance(step, Tensor) and on_host:  # as torch's own loading does
                         state[slot]["step"] = step.cpu()
-                slots.update(own)
-                group["params"] = [*own]
+                group["params"] = [params[slot] for slot in group["params"]]
             optimizer = kind(groups, **keywords)
-            for p, slot in slots.items():
-                if slot in state:
-                    optimizer.state[p] = state[slot]
-            self._optimizers[number] = optimizer, slots
+            optimizer.state.update((params[n], held) for n, held in state.items() if n in params)
+            self._optimizers[number] = optimizer, {p: slot for slot, p in params.items()}
 
     def snapshot(self, request: SnapshotRequest) -> Parcel:
         """Give the weights, and each optimizer's groups and state, by slot."""
         weights: dict[int, Tensor] = {}
-        states: dict[int, tuple[list[object], dict[int, object]]] = {}
+        states: dict[int, tuple[Sequence[object], dict[int, object]]] = {}
         for number, (optimizer, slots) in self._optimizers.items():
-            if request.weights:
-                weights.update((slot, p.detach()) for p, slot in slots.items())
-            if request.optimizers:
-                groups: list[object] = []
-                for group in optimizer.param_groups:
-                    groups.append({**group, "params": [slots[p] for p in group["params"]]})
-                held = {slot: p for p, slot in slots.items() if p in optimizer.state}
-                states[number] = groups, {n: dict(optimizer.state[p]) for n, p in held.items()}
-        return parcel((weights, states), "optimizer")
+            weights.update((slot, p.detach()) for p, slot in slots.items())
+            rows = optimizer.param_groups
+            groups = [{**row, "params": [slots[p] for p in row["params"]]} for row in rows]
+            held = {slot: p for p, slot in slots.items() if p in optimizer.state}
+            states[number] = groups, {n: dict(optimizer.state[p]) for n, p in held.items()}
+        asked = weights if request.weights else {}, states if request.optimizers else {}
+        return parcel(asked, "optimizer")

@@ -27,34 +27,24 @@ def _needed() -> group.Exchange:
 
 class _Marked(FunctionCtx):
     mark: int  # of the exchange: the number of its layer
+    sums: bool  # it gave the sum of rows
 
 
-class GatherRows(Function):
-    """One row of each chunk in, all rows out; differentiable to any order."""
+class Exchanged(Function):
+    """The rows that all chunks give to each; or, as the derivative of that, the sum of the rows
+    that they give to this one. So it is differentiable to any order.
+    """
 
     @staticmethod
-    def forward(ctx: _Marked, own: Tensor, mark: int, count: int = 0) -> Tensor:
-        ctx.mark = mark
+    def forward(ctx: _Marked, own: Tensor, mark: int, sums: bool, count: int = 0) -> Tensor:
+        ctx.mark, ctx.sums = mark, sums
+        if sums:
+            return torch.sum(_needed().swap(own, mark), 0)
         return _needed().share(own, mark, count)
 
     @staticmethod
-    def backward(ctx: _Marked, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total: Tensor = CollectRow.apply(grads[0], ctx.mark)
-        return total, None, None
-
-
-class CollectRow(Function):
-    """The sum of what each chunk has for this one."""
-
-    @staticmethod
-    def forward(ctx: _Marked, rows: Tensor, mark: int) -> Tensor:
-        ctx.mark = mark
-        return torch.sum(_needed().swap(rows, mark), 0)
-
-    @staticmethod
-    def backward(ctx: _Marked, *grads: Tensor) -> tuple[Tensor, None]:
-        rows: Tensor = GatherRows.apply(grads[0], ctx.mark)
-        return rows, None
+    def backward(ctx: _Marked, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return Exchanged.apply(grads[0], ctx.mark, not ctx.sums), None, None, None
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -124,7 +114,7 @@ def _statistics(x: Tensor, shape: torch.Size, number: int) -> tuple[Tensor, Tens
     else:
         mean = squares = x.sum(dims)
     own = torch.cat([x.new_full((1,), count), mean, squares])
-    rows: Tensor = GatherRows.apply(own, number, count)
+    rows: Tensor = Exchanged.apply(own, number, False, count)
     counts = rows[:, :1].detach()
     total = float(sum(_needed().numbers))  # without a wait for a GPU
     if total <= 1:

@@ -7,6 +7,7 @@ dicts of hooks, nine tenths of a module's objects, are left out.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import io
 import itertools
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from raydp_parallel.state.sources import Sent, Sources
+from raydp_parallel.state import sources
+from raydp_parallel.state.sources import Sources
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import StandIn
 
@@ -48,22 +50,8 @@ _building = threading.local()
 """The tensors, code objects and device of the module that is being built in this thread."""
 
 
-class Codes:
-    """Numbers of code objects, which cannot change: each is sent once. Those that are ``known``
-    have theirs already.
-    """
-
-    def __init__(self, known: Mapping[int, types.CodeType] | None = None) -> None:
-        self.kept: list[types.CodeType] = [] if known is None else [*known.values()]
-        self._numbers = {id(code): i for i, code in enumerate(self.kept)}
-
-    def number(self, code: types.CodeType) -> int:
-        """Return the number of a code object."""
-        found = self._numbers.get(id(code))
-        if found is None:
-            found = self._numbers[id(code)] = len(self.kept)
-            self.kept.append(code)
-        return found
+Codes = dict[int, tuple[int, types.CodeType]]
+"""Numbers of code objects, which cannot change, by their ids: each is sent once."""
 
 
 class Structure:
@@ -76,7 +64,6 @@ class Structure:
         module: Gives the module; None if it is gone.
         bytes: Its pickle.
         at: The revision of the master that it is of.
-        sources: The sources of its code.
         codes: The numbers of its code objects.
     """
 
@@ -84,25 +71,33 @@ class Structure:
         self.module = weakref.ref(module)
         self.bytes = b""
         self.at = 0
-        self.sources = Sent()
-        self.codes = Codes()
+        self.codes: Codes = {}
         self._code_at: list[int] = []  # since which revision each is known
+        self._sources: Sources | None = None  # of its code
+        self._sources_at = 0
+
+    def read(self, revision: int) -> bool:
+        """Note the driver's sources, as of a revision; returns whether any is new."""
+        found = sources.current()
+        if found == self._sources:
+            return False
+        self._sources, self._sources_at = found, revision
+        return True
 
     def take(self, found: bytes, revision: int) -> None:
         """Take a look over, as of a revision."""
-        self.sources.look(revision)
-        self._code_at += [revision] * (len(self.codes.kept) - len(self._code_at))
+        self.read(revision)
+        self._code_at += [revision] * (len(self.codes) - len(self._code_at))
         self.at = revision
         self.bytes = found  # last: Ctrl-C before makes the next look begin again
 
     def since(self, revision: int) -> tuple[bytes | None, bytes | None, Sources | None]:
         """Return what is newer than a revision: the pickle, code objects, and the sources."""
-        sources = self.sources.latest if self.sources.at > revision else None
+        sources = self._sources if self._sources_at > revision else None
         if self.at <= revision:
             return None, None, sources
-        new = [i for i, at in enumerate(self._code_at) if at > revision]
-        code = pickling.dumps([(i, self.codes.kept[i]) for i in new]) if new else None
-        return self.bytes, code, sources
+        new = [(i, code) for i, code in self.codes.values() if self._code_at[i] > revision]
+        return self.bytes, pickling.dumps(new) if new else None, sources
 
 
 class _LookPickler(pickling.Pickler):
@@ -112,10 +107,10 @@ class _LookPickler(pickling.Pickler):
         self._codes = codes
 
     def reducer_override(self, value: Any) -> object:
-        if isinstance(value, StandIn):
-            value = value.given()
         kind = type(value)
         if kind is nn.Parameter or isinstance(value, Tensor):
+            if isinstance(value, StandIn):
+                value = value.given()
             if kind in _LAZY:
                 value.detach()  # raises torch's own ValueError, as upstream's replication does
             attributes = vars(value)
@@ -127,7 +122,8 @@ class _LookPickler(pickling.Pickler):
         if isinstance(value, nn.Module):
             return _reduce_module(value) or super().reducer_override(value)
         if kind is types.CodeType:
-            return _code, (self._codes.number(value),)
+            number, _ = self._codes.setdefault(id(value), (len(self._codes), value))
+            return _code, (number,)
         if kind in _LOCKS:  # it guards what threads of one process share
             return _LOCKS[kind], ()
         if kind is torch.device and value.type == "cuda":  # a number of the driver's
@@ -144,22 +140,21 @@ class _LookPickler(pickling.Pickler):
         that looks through all loaded modules, for half a millisecond: here once for each code.
         """
         space, code = func.__globals__, func.__code__
-        there = [name for name in _names(code) if name in space]
-        known = _reduced.get(id(code))
-        if known is None or known[0] != there:
+        key = id(code), *[name for name in _names(code) if name in space]
+        if key not in _reduced:
             make, _, (_, parts), *rest = super()._dynamic_function_reduce(func)
             uses = [*parts.pop("__globals__")]
-            own = [name for name in parts if hasattr(func, name)]
-            submodules = {name: parts[name] for name in parts if name not in own}
-            known = _reduced[id(code)] = there, uses, own, submodules, make, rest, code
-        _, uses, own, submodules, make, rest, _ = known
-        parts = {name: getattr(func, name) for name in own} | submodules
+            # Others than the function's own are names of submodules.
+            parts = {k: None if hasattr(func, k) else part for k, part in parts.items()}
+            _reduced[key] = make, rest, uses, parts, code
+        make, rest, uses, parts, _ = _reduced[key]
+        parts = {name: getattr(func, name, part) for name, part in parts.items()}
         parts["__globals__"] = {name: space[name] for name in uses}
         return make, self._function_getnewargs(func), (dict(vars(func)), parts), *rest
 
 
-_reduced: dict[int, tuple[Any, ...]] = {}
-"""How functions are reduced, by the id of their code, with the names of globals that are there."""
+_reduced: dict[tuple[object, ...], tuple[Any, ...]] = {}
+"""How functions are reduced, by the id of their code and the names of globals that are there."""
 
 
 @functools.cache
@@ -197,8 +192,7 @@ def build(
     for tensor in tensors.values():
         vars(tensor).clear()
     used: set[int] = set()
-    _building.tensors, _building.codes, _building.device = tensors, codes, device
-    _building.used = used
+    vars(_building).update(tensors=tensors, codes=codes, device=device, used=used)
     try:
         module: nn.Module = pickle.loads(structure)
     finally:
@@ -266,7 +260,7 @@ def _reduce_module(module: nn.Module) -> tuple[object, ...] | None:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return _reduce_script(module)
-    new: tuple[object, ...] = _new, (kind,)
+    new: tuple[object, ...] = copyreg.__newobj__, (kind,)  # type: ignore[attr-defined]
     state: Any = vars(module)
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         new = _new_parametrized, (kind.__mro__[1], tuple(state["_modules"]["parametrizations"]))
@@ -283,10 +277,6 @@ def _reduce_module(module: nn.Module) -> tuple[object, ...] | None:
     state.pop("_compiled_call_impl", None)  # as torch's own __getstate__
     state.pop(_FLAG, None)
     return *new, state, None, None, _set_state
-
-
-def _new(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
 
 
 def _set_state(module: nn.Module, state: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raydp_parallel.devices import ambient
-from raydp_parallel.devices.layout import Layout, Spec, alone, is_dense, specs_of
+from raydp_parallel.devices.layout import Layout, Row, alone, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner, plainly
 from raydp_parallel.state.look import Structure, check_devices, look
 from raydp_parallel.state.run import (
-    Place,
-    Range,
     Seen,
     StateRun,
     Tracked,
@@ -38,13 +36,10 @@ from raydp_parallel.state.run import (
     touch,
     versions_of,
 )
-from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
 from raydp_parallel.wire.windows import PAGE, Window
 
 _MOST_WINDOWS = 16
-
-_CPU = torch.device("cpu")
 
 _slots = itertools.count(1)
 """Numbers of tensors in the replicas."""
@@ -57,26 +52,16 @@ class Leaf(NamedTuple):
     kind: str  # "parameter", "buffer", "attribute" or "input"
 
 
-class Mark(NamedTuple):
-    """The tensors of a module at one moment, and how often they had been written to.
-
-    Attributes:
-        revision: The number of the state.
-        structure: When the structure had changed last.
-        records: The tensors.
-        versions: Their versions.
-        written: By how much replicas' writes had moved each.
-    """
-
-    revision: int
-    structure: int
-    records: list[Tracked]
-    versions: list[int]
-    written: list[int]
+Mark = dict[Tracked, int]
+"""How often tensors had been written to at one moment, but for replicas' writes to buffers."""
 
 
 class _Before(dict[int, Tensor]):
     """Contents from before a write of replicas, by slot; their memory is used again after it."""
+
+
+_Copies = tuple[object, list[Tensor], weakref.ref[_Before]]
+"""Copies of contents: how and where they lie, themselves, and what they were made for."""
 
 
 class Master:
@@ -93,6 +78,7 @@ class Master:
         resident: Trains it in the replicas; None if nothing does.
         edited: True if the program has changed a parameter that is trained there.
         alike: False if chunks had gradients of different parameters, which replicas do not add.
+        leaves: The tensors that require a gradient, by slot.
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -103,12 +89,11 @@ class Master:
         self.resident: Any = None
         self.edited = False
         self.alike = True
+        self.leaves: list[Leaf] = []
         self._looked = 0  # the revision before the last look
-        self._leaves: list[Leaf] | None = None  # None if they are to be found
         self._runs: dict[bool, StateRun] = {}  # by whether replicas map the large tensors
-        self._laid_at = 0  # since when a run may have to hold other tensors
         self._updates: dict[tuple[int, bool, bool], StateUpdate] = {}  # to the state of now
-        self._copies: tuple[object, list[Tensor], weakref.ref[_Before]] | None = None
+        self._copies: _Copies = None, [], weakref.ref(_Before())
         _masters.add(self)
 
     @property
@@ -121,25 +106,12 @@ class Master:
     @property
     def home(self) -> torch.device:
         """The device of the module."""
-        return next((one.tensor.device for one in self.records.values()), _CPU)
-
-    @property
-    def tensors(self) -> dict[int, Tensor]:
-        """The tensors, by slot."""
-        return {one.slot: one.tensor for one in self.records.values()}
+        return next((one.tensor.device for one in self.records.values()), torch.device("cpu"))
 
     def slot(self, tensor: Tensor) -> int | None:
         """Return the slot of a tensor; None if the module does not have it."""
         found = self.records.get(id(tensor))
         return None if found is None else found.slot
-
-    def leaves(self) -> list[Leaf]:
-        """List the tensors that require a gradient, by slot."""
-        if self._leaves is None:
-            found = [one for one in self.records.values() if one.tensor.requires_grad]
-            found.sort(key=lambda one: one.slot)
-            self._leaves = [Leaf(one.tensor, one.kind) for one in found]
-        return self._leaves
 
     # Look.
 
@@ -158,14 +130,12 @@ class Master:
                 one = found[key] = known.get(key) or Tracked(next(_slots), tensor)
             return one.slot
 
-        self._looked = self.revision
-        self._updates = {}
+        self._looked, self._updates = self.revision, {}
         structure = look(self.module, slot, self.structure.codes)
-        if structure != self.structure.bytes or found.keys() != known.keys():
+        if structure != self.structure.bytes:
             self._restructure(found)
-            self.revision += 1
             self.structure.take(structure, self.revision)
-        elif code and self.structure.sources.look(self.revision + 1):
+        elif code and self.structure.read(self.revision + 1):
             self.revision += 1
         row = [one.tensor for one in self.records.values()]
         for kind in {*map(type, row)}:  # what other models' replicas train is fetched
@@ -182,79 +152,86 @@ class Master:
         if gone:
             owner: Owner = self.resident
             owner.leave(gone)  # while replicas still have them
+        self.revision += 1
         buffers = {id(t) for t in self.module.buffers()}
         for key, one in found.items():
             one.kind = "buffer" if key in buffers else "attribute"
             if isinstance(one.tensor, nn.Parameter):
                 one.kind = "parameter"
         self.records = found
-        self._leaves = None
-        self._laid_at = self.revision + 1
+        self._form()
 
     def _compare(self, changed: list[tuple[Tracked, Seen]]) -> None:
         """Number the changes of tensors."""
         self.revision += 1
-        large: list[Tracked] = []
-        formed = False
+        formed, shaped = False, list[Tracked]()
         for one, (version, address, form) in changed:
-            then_version, then_address, then_form = one.seen or (-1, address, ())
+            then_version, then_address, then_form = one.seen
             moved = address != then_address
-            if moved and one.place is not None:
-                one.place, one.stays = None, True  # it may move again: from now on it is sent
+            if moved:
+                one.place = None  # it may move again: from now on it is sent
             # Another geometry makes a new tensor in the replica, and older graphs keep the memory
             # that it had. A flag alone sends no contents.
             contents = form[:3] != then_form[:3]
+            if contents:
+                shaped.append(one)
             if moved or form != then_form:
                 one.spec_at = self.revision
                 formed = True
-            if contents and one.may_be_mapped():
-                large.append(one)
             lags = one.trained and issubclass(type(one.tensor), Lagging)
             if (contents or moved or version != then_version) and not lags:
                 one.content_at = self.revision
                 self.edited = self.edited or one.trained
         if formed:
             self._form()
+        for one, now in changed:
+            if one.content_at == self.revision and not one.in_run:
+                one.keep_copy()
+            one.seen = now
+        large = [one for one in shaped if one.may_be_mapped()]
         if large:
             self._map(large)
-        for one, now in changed:
-            if one.content_at == self.revision and (one.trained or not one.plain):
-                one.keep_copy()
-            # The address that `_map` gave is no edit of the program's.
-            one.seen = now if one.place is None else (now[0], one.tensor.data_ptr(), now[2])
 
     def _form(self) -> None:
         """Look again at which tensors require gradients, and which a run may hold."""
         home = self.home
-        if any([one.tensor.device != home for one in self.records.values()]):
-            check_devices(self.module)
-        self._leaves = None
-        self._laid_at = self.revision
+        check_devices(self.module)
+        found = [one for one in self.records.values() if one.tensor.requires_grad]
+        self.leaves = [Leaf(o.tensor, o.kind) for o in sorted(found, key=lambda o: o.slot)]
         for one in self.records.values():
             t = one.tensor
             one.plain = is_plain(t) and is_dense(t) and t.device == home
             if one.in_run:
                 one.shadow = None
+        for maps, run in [*self._runs.items()]:
+            if not run.fits(self._in_run(maps), home):
+                for one in run.records:  # the last look at them
+                    here = one.tensor.device == run.memory.device  # else it is sent anyway
+                    sent = here and one.content_at <= run.revision
+                    if sent and not same(one.tensor, run.views[one.slot]):
+                        one.content_at = self.revision
+                self._runs[maps] = StateRun(self.revision, self._in_run(maps), home)
+
+    def _in_run(self, maps: bool) -> list[Tracked]:
+        found = [one for one in self.records.values() if one.in_run]
+        return [one for one in found if one.place is None] if maps else found
 
     def _map(self, large: list[Tracked]) -> None:
         """Move large tensors into a window of their own pages."""
-        mapped = [one for one in self.records.values() if one.place is not None]
-        if len({one.place.key for one in mapped if one.place}) >= _MOST_WINDOWS:
+        mapped = {o: o.place[0] for o in self.records.values() if o.place is not None}
+        if len({*mapped.values()}) >= _MOST_WINDOWS:
             large += mapped  # a new replica gets all in one message
-        specs = []
-        for one in large:
-            t = one.tensor
-            specs.append(Spec(t.dtype, t.shape, t.stride(), False))
+        specs = specs_of([one.tensor for one in large])
         layout = Layout(specs, PAGE)
         window = Window(layout.size)
         for one, spec, offset in zip(large, specs, layout.offsets, strict=True):
             there = window.alone(spec, offset)
             there.copy_(one.tensor.detach())
             one.tensor.data = there
-            one.place = Place(self.revision, offset, window)
+            one.place = self.revision, offset, window
             one.spec_at = one.content_at = self.revision
-            if one.seen is not None:
-                one.seen = one.seen[0], there.data_ptr(), one.seen[2]
+            one.seen = one.seen[0], there.data_ptr(), one.seen[2]  # no edit of the program's
+        self._form()
 
     def verify(self) -> bool:
         """Compare contents with those that were last sent; returns whether something was edited
@@ -262,20 +239,13 @@ class Master:
         """
         edited: list[Tracked] = []
         for run in self._runs.values():
-            if run.checked >= self._laid_at:  # else it is looked at when it is laid out
-                # What the last look found was sent just now, and most often that is all.
-                edited += run.edited(min(run.revision, self._looked))
+            # What the last look found was sent just now, and most often that is all.
+            edited += run.edited(min(run.revision, self._looked))
         for one in self.records.values():
             if one.shadow is not None and not same(one.tensor, one.shadow):
                 edited.append(one)
         touch(edited)
         return bool(edited)
-
-    def stepped(self, parameters: Iterable[Tensor]) -> None:
-        """Note what an optimizer has written to."""
-        found = [self.records.get(id(p)) for p in parameters]
-        own = [one for one in found if one is not None and not one.trained]
-        touch([one for one in own if one.tensor.grad is not None])
 
     # What replicas train.
 
@@ -287,16 +257,12 @@ class Master:
     def train(self, slots: set[int]) -> None:
         """Let replicas have these parameters of their own, which no window holds, and no others."""
         self.revision += 1
-        self._laid_at = self.revision
-        self._updates = {}
         for one in self.records.values():
             one.trained = one.slot in slots
             if one.trained:
-                one.place, one.stays = None, True
-                one.spec_at = self.revision
+                one.place, one.spec_at = None, self.revision
                 touch([one])  # which makes a copy to compare with
-            elif one.plain:
-                one.shadow = None
+        self._form()
 
     def lag(self) -> None:
         """Let the weights that replicas train be older here. Nobody compares them with copies."""
@@ -318,32 +284,22 @@ class Master:
                 with torch.no_grad():
                     one.tensor.copy_(weights[one.slot])
                 one.written += 1
-                one.shadow = None  # `catch_up` makes another
-                if one.seen is not None:
-                    one.seen = one.tensor._version, one.seen[1], one.seen[2]
+                one.seen = one.tensor._version, one.seen[1], one.seen[2]
         self._updates = {}  # which tell versions
 
     # What replicas need.
 
-    def run(self, maps: bool) -> StateRun | None:
-        """Return the run with the contents of now; None without plain tensors.
+    def _run(self, maps: bool) -> StateRun:
+        """Return the run with the contents of now.
 
         Args:
             maps: True for replicas that map large tensors.
         """
         run = self._runs.get(maps)
-        if run is None or run.checked < self._laid_at:
-            found = [one for one in self.records.values() if one.in_run]
-            if maps:
-                found = [one for one in found if one.place is None]
-            if not found:
-                self._runs.pop(maps, None)
-                return None
-            if run is None or not run.fits(found):
-                run = self._runs[maps] = StateRun(self.revision, found, run)
-            run.checked = self._laid_at
-        if run.revision < self.revision:
-            run.take([one for one in run.records if one.content_at > run.revision], self.revision)
+        if run is None:
+            found = self._in_run(maps)
+            run = self._runs[maps] = StateRun(self.revision, found, self.home)
+        run.take(self.revision)
         return run
 
     def behind(self, maps: bool) -> bool:
@@ -399,61 +355,55 @@ class Master:
                 spec = SlotSpec(one.kind == "parameter", t.requires_grad)
                 if maps and one.place is not None:
                     key, offset, window = one.place
-                    spec = SlotSpec(*spec[:2], key, offset, tuple(t.shape), t.stride(), t.dtype)
+                    spec = SlotSpec(*spec[:2], key, offset, *specs_of([t]))
                     if key > revision:
                         windows[key] = window
                 specs[one.slot] = spec
-        run = self.run(maps)
-        views = {} if run is None else run.views
+        run = self._run(maps)
+        laid = run.spec.key > revision
+        ranges = run.ranges(0 if laid else revision)
         changed = [one for one in self.records.values() if one.content_at > revision]
         versions = versions_of([one.tensor for one in changed])
-        sent = [one for one in changed if one.slot in views]
-        contents = {}
-        for one in changed:
-            if one.slot not in views and not (maps and one.place is not None):
-                contents[one.slot] = one.tensor.detach()  # which never becomes one that lags
-        contents.update(weights)
-        laid = run is not None and run.spec.key > revision
-        ranges: list[Range] = []
-        if run is not None:
-            ranges = run.ranges(run.spec.slots if laid else [one.slot for one in sent])
+        sent = {o.slot: o.tensor for o in changed if o.place is None or not maps} | weights
+        # Detached, which never become ones that lag.
+        contents = {slot: t.detach() for slot, t in sent.items() if slot not in run.views}
         structure, code, sources = self.structure.since(revision)
         news = StateNews(
             structure=structure,
             code=code,
             sources=sources,
             specs=specs,
-            run=run.spec if run is not None and laid else None,
+            run=run.spec if laid else None,
             ranges=tuple(ranges),
             slots=tuple(contents),
             versions=dict(zip([one.slot for one in changed], versions, strict=True)),
         )
-        told = *[one.tensor for one in sent], *contents.values()
-        size = sum([t.numel() * t.element_size() for t in told])
-        row = Row(contents.values(), flags=False)
-        update = StateUpdate(self.revision, pickle.dumps(news), size, row, windows)
-        if run is None:
-            return update
-        if not shared:
-            return update._replace(parts=tuple([run.memory[a:b] for a, b in ranges]))
-        window = run.window()
-        return update._replace(window=window if laid else None)
+        shown = run.window() if shared else None
+        return StateUpdate(
+            self.revision,
+            pickle.dumps(news),
+            size=sum([t.numel() * t.element_size() for t in sent.values()]),
+            contents=Row(contents.values()),
+            windows=windows,
+            parts=() if shared else tuple([run.memory[a:b] for a, b in ranges]),
+            window=shown if laid else None,
+        )
 
     # Writes of replicas.
 
     def write_back(self, writes: Writes, keep: bool) -> dict[int, Tensor]:
         """Write what the first chunk wrote; returns what was there before, if that is kept."""
-        slots = {one.slot: one for one in self.records.values()}
-        rows = [(slots[n], *row) for n, *row in zip(*writes, strict=True) if n in slots]
-        tensors = [one.tensor for one, *_ in rows]
-        before = _Before()
-        if keep:
-            before = self._copied([one for one, *_ in rows])
-        touch([one for one, *_ in rows])
+        known = {one.slot: one for one in self.records.values()}
+        rows = [(known[n], *row) for n, *row in zip(*writes, strict=True) if n in known]
+        records = [one for one, *_ in rows]
+        tensors = [one.tensor for one in records]
+        before = self._copied(records) if keep else _Before()
+        touch(records)
         versions = versions_of(tensors)
         into, values = [], []
         for one, value, by, replaced in rows:
-            one.written += by
+            if one.kind != "parameter":  # each forward has buffers of its own
+                one.written += by
             if replaced:
                 one.tensor.data = value.to(one.tensor.device, copy=True)
             elif one.tensor.is_inference():
@@ -472,8 +422,8 @@ class Master:
         plain = [one for one in records if one.plain]
         row = [one.tensor for one in plain]
         layout, home = alone(tuple(specs_of(row))), self.home  # the same layout for the same specs
-        known, views, used = self._copies or (None, [], None)
-        if known != (layout, home) or (used is not None and used() is not None):
+        known, views, used = self._copies
+        if known != (layout, home) or used() is not None:
             views = layout.views(torch.empty(layout.size, dtype=torch.uint8, device=home))
         copy_row(views, row)
         before = _Before(zip([one.slot for one in plain], views, strict=True))
@@ -483,48 +433,31 @@ class Master:
 
     def mark(self) -> Mark:
         """Note how often each tensor was written to so far."""
-        records = [*self.records.values()]
-        written = [one.written for one in records]
-        return Mark(self.revision, self.structure.at, records, _versions(records), written)
+        return _mark(self.records.values())
 
     def moved_since(self, mark: Mark) -> dict[int, int]:
-        """Count the writes since a mark, by slot. Each forward has buffers of its own: later writes
-        of replicas do not count.
-        """
-        now = _versions(mark.records)
-        if now == mark.versions:
-            return {}
-        moved = {}
-        for one, a, b, written in zip(mark.records, mark.versions, now, mark.written, strict=True):
-            if a != b:
-                if one.trained or one.kind != "parameter":
-                    b -= one.written - written
-                if b != a:
-                    moved[one.slot] = b - a
-        return moved
+        """Count the writes since a mark, by slot."""
+        now = _mark(mark)
+        return {one.slot: now[one] - then for one, then in mark.items() if now[one] != then}
 
-    def changed_since(self, mark: Mark, known: Iterable[int]) -> str | None:
-        """Name a change since a mark that is not a replica's write to one of ``known``; None if
-        there is none.
-        """
+    def changed_since(self, revision: int, known: Iterable[int]) -> str | None:
+        """Name a change since a state, but for the contents of ``known``; None if there is none."""
         self.sync()
         if self.verify():
             self.sync()
-        if self.structure.at != mark.structure:
+        if self.structure.at > revision:
             return "an attribute or a part of the module"
-        rows = zip(mark.records, mark.versions, _versions(mark.records), mark.written, strict=True)
-        for one, a, b, written in rows:
-            edited = one.content_at > mark.revision and one.slot not in known
-            if edited or b - a != one.written - written:
+        for one in self.records.values():
+            if one.content_at > revision and one.slot not in known:
                 named = *self.module.named_parameters(), *self.module.named_buffers()
                 name = next((name for name, t in named if t is one.tensor), "")
                 return f"{'parameter' if one.kind == 'parameter' else 'buffer'} {name!r}"
         return None
 
 
-def _versions(records: Iterable[Tracked]) -> list[int]:
-    found: list[int] = PLAINLY(versions_of, (), ([one.tensor for one in records],))
-    return found
+def _mark(records: Collection[Tracked]) -> Mark:
+    versions = PLAINLY(versions_of, (), ([one.tensor for one in records],))
+    return {one: n - one.written for one, n in zip(records, versions, strict=True)}
 
 
 _masters: weakref.WeakSet[Master] = weakref.WeakSet()
@@ -536,9 +469,10 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     no version: `verify` would find each of their steps, and each forward would run twice. To
     compare contents first would read all weights twice while nobody computes.
     """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     for master in [*_masters]:
-        for group in optimizer.param_groups:
-            master.stepped(group["params"])
+        found = [master.records[id(p)] for p in params if id(p) in master.records]
+        touch([one for one in found if not one.trained and one.tensor.grad is not None])
 
 
 register_optimizer_step_post_hook(_note_step)

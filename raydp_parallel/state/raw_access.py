@@ -37,16 +37,6 @@ def _note(tensor: Tensor) -> None:
                 _touched[address] = tensor.detach().clone() if small else None
 
 
-def _get(tensor: Tensor) -> Tensor:
-    _note(tensor)
-    return _PLAIN.__get__(tensor)  # type: ignore[no-any-return]
-
-
-def _set(tensor: Tensor, data: Tensor) -> None:
-    _note(tensor)
-    _PLAIN.__set__(tensor, data)
-
-
 def _noting(method: Callable[..., object]) -> Callable[..., object]:
     def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
         _note(tensor)
@@ -62,7 +52,8 @@ def noting() -> Iterator[Touched]:
     """
     global _touched
     if "data" not in vars(Tensor):
-        type.__setattr__(Tensor, "data", property(_get, _set))
+        noted = _noting(_PLAIN.__get__), _noting(_PLAIN.__set__)
+        type.__setattr__(Tensor, "data", property(*noted))  # type: ignore[arg-type]
         for name in _METHODS:
             type.__setattr__(Tensor, name, _noting(getattr(Tensor, name)))
     before, _touched = _touched, {}

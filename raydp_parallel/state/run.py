@@ -11,15 +11,15 @@ to again once all answers are there: see `Executor.update`.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raydp_parallel.devices import memory
-from raydp_parallel.devices.layout import ALIGN, Layout, is_dense, specs_of
+from raydp_parallel.devices.layout import Layout, part, specs_of
 from raydp_parallel.wire.messages import RunSpec
 from raydp_parallel.wire.windows import Window
 
@@ -95,12 +95,8 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
-class Place(NamedTuple):
-    """Where a large tensor lies, for replicas that map it."""
-
-    key: int  # the window's number
-    offset: int
-    window: Window
+Place = tuple[int, int, Window]
+"""Where a large tensor lies, for replicas that map it: the window's number, the offset, and it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,15 +106,14 @@ class Tracked:
     slot: int  # its number in the replicas
     tensor: Tensor
     kind: str = ""  # "parameter", "buffer", or "attribute" for others
-    seen: Seen | None = None  # at the last look; None if it is new
+    seen: Seen = (-1, 0, ())  # at the last look
     spec_at: int = 0  # the revision since which it is as it is, but for contents
     content_at: int = 0  # the revision since which it has its contents
     place: Place | None = None
-    stays: bool = False  # where it is: no window may hold it
     plain: bool = False  # a run may hold it
     trained: bool = False  # replicas have one of their own
     shadow: Tensor | None = None  # its contents as they were sent, if no run has them
-    written: int = 0  # by how much replicas' writes have moved its version
+    written: int = 0  # by how much writes have moved its version that graphs need not know of
 
     @property
     def in_run(self) -> bool:
@@ -127,27 +122,23 @@ class Tracked:
 
     def keep_copy(self) -> None:
         """Copy the contents, to compare those of the next forward with them."""
-        t = self.tensor
-        self.shadow = t.detach().clone() if is_plain(t) else bits(t).clone()
+        self.shadow = bits(self.tensor).clone()
 
     def may_be_mapped(self) -> bool:
         """Tell if it is large, and nobody else looks at its memory."""
         t = self.tensor
-        if self.place is not None or self.stays or type(t) is not nn.Parameter:
+        if not self.in_run or self.place is not None or type(t) is not nn.Parameter:
             return False
-        if t.device.type != "cpu" or t.is_inference() or not is_plain(t) or not is_dense(t):
+        if t.device.type != "cpu" or t.nbytes < SMALL or t.is_inference():
             return False
-        if t.nbytes < SMALL or t.is_shared():  # with other processes
-            return False
-        # Memory that somebody else looks at stays where it is.
-        return not memory.is_used(t) and t.untyped_storage().nbytes() == t.nbytes
+        lent = t.is_shared() or memory.is_used(t)  # to other processes, or to other tensors
+        return not lent and t.untyped_storage().nbytes() == t.nbytes
 
 
 def touch(records: Iterable[Tracked]) -> None:
     """Let the next look find other contents of some tensors."""
     for one in records:
-        if one.seen is not None:
-            one.seen = -1, one.seen[1], one.seen[2]
+        one.seen = -1, one.seen[1], one.seen[2]
 
 
 class StateRun:
@@ -156,69 +147,60 @@ class StateRun:
     Args:
         key: The revision at which it is laid out.
         records: The tensors.
-        before: The run in which replicas have contents already: the program may have changed the
-            tensors since, which is still to be found.
+        device: Their device.
 
     Attributes:
-        records: The tensors, in the order of the layout.
+        records: The tensors, in the order in which they lie: first small ones, then large ones.
         revision: The revision that it has the contents of.
-        checked: The revision at which it was last seen to have the right tensors.
         spec: Its layout, as replicas are told.
         memory: Its bytes, on the tensors' device.
         views: The contents, by slot.
     """
 
-    def __init__(self, key: int, records: Sequence[Tracked], before: StateRun | None) -> None:
-        small = [one for one in records if one.tensor.nbytes < SMALL]
-        self.records = [*small, *[one for one in records if one.tensor.nbytes >= SMALL]]
-        self._small = len(small)
+    def __init__(self, key: int, records: Iterable[Tracked], device: torch.device) -> None:
+        by_dtype = sorted(records, key=lambda one: str(one.tensor.dtype))
+        self.records = sorted(by_dtype, key=lambda one: one.tensor.nbytes >= SMALL)
         tensors = [one.tensor for one in self.records]
         slots = tuple([one.slot for one in self.records])
-        cuts = (0, len(small)), (len(small), len(slots))
-        layout = Layout(specs_of(tensors), cuts=cuts)
+        self._small = sum([t.nbytes < SMALL for t in tensors])
+        layout = Layout(specs_of(tensors))
         self._window: Window | None = None
-        if tensors[0].device.type == "cpu":
+        if device.type == "cpu":
             self._window = Window(layout.size)
             self.memory = self._window.memory[: layout.size]
         else:
-            self.memory = torch.zeros(layout.size, dtype=torch.uint8, device=tensors[0].device)
-        self.spec = RunSpec(key, slots, layout.specs, cuts)
+            self.memory = torch.zeros(layout.size, dtype=torch.uint8, device=device)
+        self.spec = RunSpec(key, slots, layout.specs)
         self.views = dict(zip(slots, layout.views(self.memory), strict=True))
-        self._lies: dict[int, Range] = {}
-        for one, begin in zip(self.records, layout.offsets, strict=True):
-            self._lies[one.slot] = begin, begin + -(-one.tensor.nbytes // ALIGN) * ALIGN
-        self._row = layout.rows[0][1]  # of the small ones, with which the run begins
-        self._copy: tuple[Tensor, list[Tensor]] | None = None  # of these, and what shows them there
-        self._late: list[Range] = []  # what the window of a GPU's run lacks
-        self.revision = self.checked = key
-        contents = {one.slot: one.tensor for one in self.records}
-        if before is not None:
-            for one in before.records:
-                if one.slot in contents and one.content_at <= before.revision:
-                    contents[one.slot] = before.views[one.slot]
-        memory.copy_row([*self.views.values()], [*contents.values()])
+        self._lies = [*itertools.pairwise([*layout.offsets, layout.size])]
+        row = part(layout, 0, self._small)
+        flat = self.memory[: row.size].view(torch.int64)  # the small ones
+        copy = torch.zeros_like(flat)  # of those of later, to compare
+        self._first = flat, copy, row.views(copy.view(torch.uint8))
+        self.revision = key
+        self._shown = 0  # the revision that a window beside a GPU's run has the contents of
+        memory.copy_row([*self.views.values()], tensors)
 
-    def fits(self, records: Sequence[Tracked]) -> bool:
+    def fits(self, records: Iterable[Tracked], device: torch.device) -> bool:
         """Tell if tensors lie here in the same layout."""
-        if {one.slot for one in records} != self.views.keys():
+        if {one.slot for one in records} != self.views.keys() or self.memory.device != device:
             return False
         return specs_of([one.tensor for one in self.records]) == [*self.spec.specs]
 
-    def take(self, records: Sequence[Tracked], revision: int) -> None:
+    def take(self, revision: int) -> None:
         """Take over the contents that changed until a revision."""
-        views = [self.views[one.slot] for one in records]
-        memory.copy_row(views, [one.tensor for one in records])
-        self.revision = revision
-        if self._window is not None and self.memory.device.type != "cpu":
-            self._late += self.ranges([one.slot for one in records])
+        if self.revision < revision:
+            late = [one for one in self.records if one.content_at > self.revision]
+            memory.copy_row([self.views[one.slot] for one in late], [one.tensor for one in late])
+            self.revision = revision
 
-    def ranges(self, slots: Iterable[int]) -> list[Range]:
-        """Return where the contents of some slots lie, those that adjoin as one."""
+    def ranges(self, since: int) -> list[Range]:
+        """Return where the contents lie that changed since a revision, those that adjoin as one."""
         found: list[Range] = []
-        for begin, end in sorted([self._lies[n] for n in slots]):
-            if found and found[-1][1] == begin:
-                begin = found.pop()[0]
-            if end > begin:
+        for one, (begin, end) in zip(self.records, self._lies, strict=True):
+            if one.content_at > since and begin < end:
+                if found and found[-1][1] == begin:
+                    begin = found.pop()[0]
                 found.append((begin, end))
         return found
 
@@ -228,35 +210,28 @@ class StateRun:
         """
         if self._window is None:
             self._window = Window(self.memory.numel())
-            self._late = [(0, self.memory.numel())]
-        for begin, end in self._late:
-            memory.copy_down(self.memory, self._window, begin, end)
-        self._late = []
+        if self.memory.device.type != "cpu" and self._shown < self.revision:
+            for begin, end in self.ranges(self._shown):
+                memory.copy_down(self.memory, self._window, begin, end)
+            self._shown = self.revision
         return self._window
 
     def edited(self, since: int) -> list[Tracked]:
         """Return the tensors with other contents than the run has, among those whose contents were
         sent up to a revision.
         """
+        small = [one for one in self.records[: self._small] if one.content_at <= since]
         found = [one for one in self.records[self._small :] if one.content_at <= since]
         rows = [(bits(one.tensor), bits(self.views[one.slot])) for one in found]
-        small = self.records[: self._small]
-        if all([one.content_at > since for one in small]):
-            small = []
-        else:
-            if self._copy is None:
-                copy = torch.zeros_like(self.memory[: self._row.size])
-                self._copy = copy, self._row.views(copy)
-            copy, now = self._copy
-            memory.copy_row(now, [one.tensor for one in small])
-            rows.append((copy.view(torch.int64), self.memory[: self._row.size].view(torch.int64)))
+        if small:  # all at once, as mostly they are alike
+            flat, copy, now = self._first
+            memory.copy_row(now, [one.tensor for one in self.records[: self._small]])
+            rows.append((flat, copy))
         alike = _alike(rows)
-        if small and not alike[-1]:  # at once, as mostly they are
+        if small and not alike.pop():
             found += small
-            pairs = zip(now, small, strict=True)
-            alike[-1:] = _alike([(bits(t), bits(self.views[one.slot])) for t, one in pairs])
-        found = [one for one, same in zip(found, alike, strict=False) if not same]
-        return [one for one in found if one.content_at <= since]
+            alike += _alike([(bits(one.tensor), bits(self.views[one.slot])) for one in small])
+        return [one for one, same in zip(found, alike, strict=True) if not same]
 
 
 def _alike(rows: list[tuple[Tensor, Tensor]]) -> list[bool]:

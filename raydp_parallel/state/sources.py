@@ -124,42 +124,43 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+_latest = Sources((), {})
+_loaded = 0  # how many modules there were
+
+
 def current() -> Sources:
     """Collect the sources of this process."""
-    modules = {}
-    for name in [*sys.modules]:
-        if name != "__main__" and name != "__mp_main__":
-            found = _source(name)
-            if found is not None:
-                modules[name] = found
-    paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
-    return Sources(tuple(dict.fromkeys(paths)), modules)
+    global _latest, _loaded
+    as_it_was = [_spec(name) is _read[name][0] for name in _latest.modules]
+    paths = tuple(dict.fromkeys([os.path.abspath(p) for p in sys.path if isinstance(p, str)]))
+    if len(sys.modules) != _loaded or paths != _latest.paths or not all(as_it_was):
+        modules = {}
+        for name in [*sys.modules]:
+            source = None if name in ("__main__", "__mp_main__") else _source(name)
+            if source is not None:
+                modules[name] = source
+        _latest, _loaded = Sources(paths, modules), len(sys.modules)
+    return _latest
 
 
 # In a replica.
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):  # type: ignore[misc]
     """Imports the driver's modules from its texts."""
 
     def __init__(self) -> None:
-        self.modules: dict[str, Source] = {}
-        self.loaded: dict[str, bytes] = {}  # the text that each was made of
+        self.modules: dict[str, Source] = {}  # if loaded, then from these texts
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Find one of the driver's modules."""
         source = self.modules.get(name)
         if source is None:
             return None
-        self.loaded[name] = source.text
         folders = None if source.folders is None else [*source.folders]
         return importlib.util.spec_from_file_location(
             name, source.file, loader=self, submodule_search_locations=folders
         )
-
-    def get_source(self, fullname: str) -> str:
-        """Return a module's text."""
-        return importlib.util.decode_source(self.modules[fullname].text)
 
     def get_filename(self, fullname: str) -> str:
         """Return a module's file, which need not exist here."""
@@ -182,7 +183,8 @@ def follow(sources: Sources) -> None:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     for name, source in sources.modules.items():
-        if name in sys.modules and _text(name) != source.text:
+        loaded = _FINDER.modules.get(name) or _source(name)
+        if name in sys.modules and (loaded is None or loaded.text != source.text):
             raise SourceMismatch(
                 f"module {name!r} of a replica is not the driver's, which was loaded from "
                 f"{source.file}"
@@ -191,33 +193,3 @@ def follow(sources: Sources) -> None:
     for path in sources.paths:
         if path not in sys.path:
             sys.path.append(path)
-
-
-def _text(name: str) -> bytes | None:
-    if name in _FINDER.loaded:
-        return _FINDER.loaded[name]
-    found = _source(name)
-    return None if found is None else found.text
-
-
-class Sent:
-    """The sources as a model's replicas know them."""
-
-    def __init__(self) -> None:
-        self.at = 0  # the model's revision at the last change
-        self.latest: Sources | None = None
-        self._loaded = 0  # how many modules there were
-        self._specs: dict[str, object] = {}
-
-    def look(self, revision: int) -> bool:
-        """Note changes, as of a revision; returns whether there are any."""
-        as_it_was = [_spec(name) is spec for name, spec in self._specs.items()]
-        if len(sys.modules) == self._loaded and all(as_it_was):
-            return False
-        found = current()
-        self._loaded = len(sys.modules)
-        self._specs = {name: _spec(name) for name in found.modules}
-        if found == self.latest:
-            return False
-        self.latest, self.at = found, revision
-        return True

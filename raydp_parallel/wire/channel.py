@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from raydp_parallel.devices import memory
-from raydp_parallel.devices.layout import Cuts, Layout, Run, Spec
+from raydp_parallel.devices.layout import Layout, Run, Spec
 from raydp_parallel.errors import TransferError
 from raydp_parallel.wire import codec
 from raydp_parallel.wire.windows import GpuWindow, Window
@@ -26,7 +26,7 @@ _HEADER = struct.Struct("!QQ")
 """The lengths of a message and of what describes its tensors."""
 
 _CHUNK = 1 << 20
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+_NOTHING = Run(torch.empty(0, dtype=torch.uint8, device="cpu"))
 _DESCRIPTORS = 64
 _LEAST = 1e-3
 """Seconds that a frame is waited for at least: none would mean that nothing is."""
@@ -58,11 +58,11 @@ class Channel:
         self._frames = 0
         self.ipc: torch.device | None = None
         # Layouts that the other end knows, by their specs, and those that this one does, by number.
-        self._known: dict[tuple[tuple[Spec, ...], Cuts], tuple[int, Layout]] = {}
+        self._known: dict[tuple[Spec, ...], tuple[int, Layout]] = {}
         self._theirs: dict[int, Layout] = {}
         # Windows of this end and of the other one, by whether they lie on a GPU.
-        self._out: dict[bool, Window | GpuWindow] = {}
-        self._in: dict[bool, Window | GpuWindow] = {}
+        self._out: dict[bool, Run] = {}
+        self._in: dict[bool, Run] = {}
         self._reading: torch.cuda.Stream | None = None  # it may still read the other end's window
         self.sent = self.received = 0
 
@@ -85,42 +85,42 @@ class Channel:
 
     def _send(self, message: Any, timeout: float | None) -> None:
         packet = codec.Packet(message)
-        geometry = tuple(packet.specs), tuple(packet.cuts)
-        known = self._known.get(geometry)
-        new = None if known else geometry
+        specs = tuple(packet.specs)
+        known = self._known.get(specs)
+        new = None if known else specs
         if known is None:
             if len(self._known) == Run.MOST:
                 self._known.clear()
-            known = self._known[geometry] = len(self._known), Layout(geometry[0], cuts=geometry[1])
+            known = self._known[specs] = len(self._known), Layout(specs)
         number, layout = known
-        near = self.ipc is not None and memory.gpu_of(packet.tensors) == self.ipc
+        gpu = self.ipc if memory.gpu_of(packet.tensors) == self.ipc else None
+        near = gpu is not None
         size, export, fds = 0, None, [window.fd for window in packet.windows]
-        window = self._out.get(near)
-        if layout.size and (window is None or window.size < layout.size):
+        window = self._out.get(near, _NOTHING)
+        if window.size < layout.size:
             size = layout.size + layout.size // 4
-            if near:
-                assert self.ipc is not None
-                window = GpuWindow(size, self.ipc)
+            if gpu is not None:
+                window = GpuWindow(size, gpu)
                 export = window.export
             else:
                 window = Window(size)
-                size, fds = window.size, [window.fd, *fds]
-            self._out[near] = window
+                fds.insert(0, window.fd)
+            self._out[near], size = window, window.size
         if isinstance(window, Window):
             window.used(layout.size)
         waited = total = None
-        if packet.tensors and window is not None:
+        if layout.size:
             waited = memory.download(packet.tensors, layout, window)
         # The other end may write to what this one reads once it has this frame.
         memory.wait_for_readers(self._reading, waited)
         self._reading = None
         self._frames += 1
         summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)
-        if summed and layout.size and window is not None:
+        if summed and layout.size:
             total = memory.total(window.memory[: layout.size])
         shared = [other.size for other in packet.windows]
-        # The number of the layout and, where the other end does not know them, its geometry, the
-        # size of a new window, its description on a GPU, and sizes of windows to map privately.
+        # The number of the layout and, where the other end does not know them, its specs, the size
+        # of a new window, its description on a GPU, and sizes of windows to map privately.
         about = pickle.dumps((number, new, near, size, export, shared, total))
         data = b"".join((_HEADER.pack(len(packet.body), len(about)), about, packet.body))
         self._sock.settimeout(timeout)
@@ -157,24 +157,21 @@ class Channel:
         elif size:
             self._in[near] = Window(size, fds.pop(0))
         if new is not None:
-            self._theirs[number] = Layout(new[0], cuts=new[1])
-        pairs = zip(shared, fds, strict=True)
-        windows = [Window(bytes_, fd, private=True) for bytes_, fd in pairs]
+            self._theirs[number] = Layout(new)
+        windows = [Window(n, fd, private=True) for n, fd in zip(shared, fds, strict=True)]
         layout = self._theirs[number]
         self.received += layout.size
         if not layout.specs:
-            return codec.decode(data, (), windows, layout, _NOTHING)
-        if near not in self._in:  # nothing but tensors without elements
-            self._in[near] = Window(0)
-        window = self._in[near]
-        found, whole, self._reading = memory.upload(layout, window, device or self._device)
-        if total is not None and memory.total(whole[: layout.size]) != total:
+            return codec.decode(data, [], windows)
+        window = self._in.get(near, _NOTHING)
+        row, self._reading = memory.upload(layout, window, device or self._device)
+        if total is not None and memory.total(row.memory[: layout.size]) != total:
             raise TransferError(
                 f"a message between driver and replica came with other bytes than were sent, by "
                 f"the way {'ipc' if near else 'host'!r}: the values of this step are lost. "
                 "Options(gpu_paths=('host',)) leaves the faster ways out"
             )
-        return codec.decode(data, found, windows, layout, whole)
+        return codec.decode(data, row, windows)
 
     def drop_windows(self) -> None:
         """Make new windows for the next messages."""

@@ -9,75 +9,51 @@ from __future__ import annotations
 
 import io
 import pickle
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.devices.layout import Layout, Spec, is_dense
+from raydp_parallel.devices.layout import Layout, Row, Run, Spec, is_dense, part, specs_of
+from raydp_parallel.devices.memory import download, upload
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.windows import Window
 
-_opening = threading.local()
+_opening: ContextVar[Any] = ContextVar("opening")
+"""The tensors, in some memory, and the windows of the message that is opened."""
 
 
-def _tensor(number: int) -> Tensor:
-    return _opening.tensors[number]  # type: ignore[no-any-return]
+def _tensor(number: int, grad: bool = False) -> Tensor:
+    found: Tensor = _opening.get()[0][number]
+    return found.detach().requires_grad_() if grad else found
 
 
 def _window(number: int) -> Window:
-    return _opening.windows[number]  # type: ignore[no-any-return]
+    return _opening.get()[1][number]  # type: ignore[no-any-return]
 
 
-def decode(
-    data: bytes,
-    tensors: Sequence[Tensor],
-    windows: Sequence[Window] = (),
-    layout: Layout | None = None,
-    memory: Tensor | None = None,
-) -> Any:
-    """Rebuild a value around its tensors, which lie so in some memory."""
-    before = vars(_opening).copy()  # a value's own __setstate__ may open another one
-    _opening.tensors, _opening.windows = tensors, windows
-    _opening.layout, _opening.memory = layout, memory
-    try:
-        return pickle.loads(data)
-    finally:
-        vars(_opening).clear()
-        vars(_opening).update(before)
-
-
-class Row(list[Any]):
-    """Tensors, and None, that travel without a look of pickle at each; with ``flags`` it travels
-    which of them require a gradient.
-
-    Attributes:
-        layout: How those of a row that came lie in its memory; None if they lie apart.
-        memory: The bytes of all.
-        present: Which places have one; None if all do.
-    """
-
-    layout: Layout | None = None
-    memory: Tensor
-    present: bytes | None = None
-
-    def __init__(self, tensors: Iterable[Tensor | None] = (), flags: bool = True) -> None:
-        super().__init__(tensors)
-        self.flags = flags
-
-
-def _row(begin: int, number: int, present: bytes | None) -> Row:
-    at, layout = _opening.layout.rows[number]
-    found = _opening.tensors[begin : begin + len(layout.specs)]
+def _row(begin: int, after: int, present: bytes | None) -> Row:
+    whole = _opening.get()[0]
+    found = whole[begin:after]
     if present is not None:
         rest = iter(found)
         found = [next(rest) if one else None for one in present]
-    row = Row(found)
-    row.layout, row.present = layout, present
-    row.memory = _opening.memory[at : at + layout.size]
+    row, at = Row(found), whole.layout.offsets[begin]
+    row.layout, row.present = part(whole.layout, begin, after), present
+    row.memory = whole.memory[at : at + row.layout.size]
     return row
+
+
+def decode(data: bytes, tensors: list[Tensor], windows: Sequence[Window] = ()) -> Any:
+    """Rebuild a value around its tensors."""
+    token = _opening.set((tensors, windows))
+    try:
+        return pickle.loads(data)
+    finally:
+        _opening.reset(token)  # a value's own __setstate__ may open another one
 
 
 class StandIn(Tensor):
@@ -89,13 +65,12 @@ class StandIn(Tensor):
 class Parcel(NamedTuple):
     """A value of the user's: its pickle, with numbers in the place of tensors, and these."""
 
-    skeleton: bytes | None  # None for a tuple that holds nothing but tensors and Nones
-    tensors: list[Any]
+    skeleton: bytes
+    tensors: list[Tensor]
 
-    def load(self, tensors: Sequence[Any] | None = None) -> Any:
+    def load(self, tensors: list[Tensor] | None = None) -> Any:
         """Rebuild the value, with other tensors if they are given."""
-        row = self.tensors if tensors is None else tensors
-        return tuple(row) if self.skeleton is None else decode(self.skeleton, row)
+        return decode(self.skeleton, self.tensors if tensors is None else tensors)
 
 
 class _ValuePickler(pickling.Pickler):
@@ -112,9 +87,6 @@ class _ValuePickler(pickling.Pickler):
 
 def parcel(value: Any, name: str) -> Parcel:
     """Take a value apart. An error names the path to what cannot be sent, below ``name``."""
-    plain = type(value) is tuple and {*map(type, value)} <= {Tensor}
-    if plain and len({*map(id, value)}) == len(value):
-        return Parcel(None, [*value])
     file = io.BytesIO()
     pickler = _ValuePickler(file)
     try:
@@ -133,68 +105,52 @@ class Packet(pickle.Pickler):
         self.specs: list[Spec] = []  # the geometry of its tensors
         self.tensors: list[Tensor] = []  # without gaps; some may be part of a graph
         self.windows: list[Window] = []  # memory that it shares, of which descriptors travel
-        self.cuts: list[tuple[int, int]] = []  # which of its tensors are rows
         self.dump(message)
         self.body = file.getvalue()
 
     def reducer_override(self, value: object) -> pickling.Reduced:
+        begin = len(self.tensors)
         if type(value) is Row:
-            return self._reduce_row(value)
+            found = [t for t in value if t is not None]
+            grad = any([t.requires_grad for t in found])
+            if not found or grad or not self._take(found):
+                return Row, ([*value],)
+            present = None
+            if len(found) < len(value):
+                present = bytes([t is not None for t in value])
+            return _row, (begin, len(self.tensors), present)
         if type(value) is Window:
             self.windows.append(value)
             return _window, (len(self.windows) - 1,)
-        if type(value) is Tensor or type(value) is nn.Parameter:
-            if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-                return _reduce_composed(value)
-            if value.is_meta:
-                return NotImplemented
-            plain = value
-            if not is_dense(value):  # a copy has no gaps, and the same order of strides
-                plain = value.clone(memory_format=torch.preserve_format)
-            spec = Spec(plain.dtype, plain.shape, plain.stride(), value.requires_grad)
-            self.specs.append(spec)
-            self.tensors.append(plain)
-            return _tensor, (len(self.tensors) - 1,)
-        if isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        if self._take([value]):
+            return _tensor, (begin, value.requires_grad)
+        if type(value) is not Tensor and type(value) is not nn.Parameter:
             return _reduce_subclass(value)
-        return NotImplemented
+        if value.is_meta:
+            return NotImplemented
+        plain = value.detach()
+        if plain.is_nested or plain.is_quantized:
+            return _reduce_whole(value)
+        if plain.layout is not torch.strided:  # torch describes it by the plain ones it is made of
+            return _sparse, (*plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1], value.requires_grad)
+        # A copy has no gaps, and the same order of strides.
+        self._take([plain.clone(memory_format=torch.preserve_format)])
+        return _tensor, (begin, value.requires_grad)
 
-    def _reduce_row(self, row: Row) -> pickling.Reduced:
-        """Take all tensors of a row in one loop: functions of Python cost more than the rest."""
-        begin, specs, tensors = len(self.tensors), [], list[Tensor]()
-        for t in row:
-            if t is None:
-                continue
+    def _take(self, tensors: list[Tensor]) -> bool:
+        """Take tensors in one loop, if all are plain and have no gaps: functions of Python cost
+        more than the rest.
+        """
+        for t in tensors:
             odd = (type(t) is not Tensor and type(t) is not nn.Parameter) or t.is_meta
             odd = odd or t.layout is not torch.strided or t.is_nested or t.is_quantized
             if odd or not (t.is_contiguous() or is_dense(t)):
-                return Row, ([*row],)
-            spec = (t.dtype, t.shape, t.stride(), row.flags and t.requires_grad)
-            specs.append(tuple.__new__(Spec, spec))
-            tensors.append(t)
-        self.specs += specs
+                return False
+        self.specs += specs_of(tensors)
         self.tensors += tensors
-        self.cuts.append((begin, len(self.tensors)))
-        present = None
-        if len(tensors) < len(row):
-            present = bytes([t is not None for t in row])
-        return _row, (begin, len(self.cuts) - 1, present)
-
-
-def _reduce_composed(value: Tensor) -> pickling.Reduced:
-    """Reduce a tensor to the plain ones that it is made of."""
-    plain, grad = value.detach(), value.requires_grad
-    if plain.is_nested and plain.numel():
-        return _nested, (list(plain.unbind()), grad)
-    if plain.layout is torch.sparse_coo:
-        parts = plain._indices(), plain._values()
-        return _coo, (*parts, tuple(plain.shape), plain.is_coalesced(), grad)
-    rows = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
-    if rows or plain.layout in (torch.sparse_csc, torch.sparse_bsc):
-        outer = plain.crow_indices() if rows else plain.ccol_indices()
-        inner = plain.col_indices() if rows else plain.row_indices()
-        return _compressed, (outer, inner, plain.values(), tuple(plain.shape), plain.layout, grad)
-    return _reduce_whole(value)
+        return True
 
 
 def _reduce_subclass(value: Tensor) -> pickling.Reduced:
@@ -211,23 +167,16 @@ def _reduce_whole(value: Tensor) -> pickling.Reduced:
     return _saved, (file.getvalue(), value.requires_grad)
 
 
-def _nested(parts: list[Tensor], grad: bool) -> Tensor:
-    return torch.nested.nested_tensor(parts, requires_grad=grad)
-
-
-def _coo(i: Tensor, v: Tensor, shape: tuple[int, ...], coalesced: bool, grad: bool) -> Tensor:
-    made = torch.sparse_coo_tensor(
-        i, v.clone(), shape, is_coalesced=coalesced, check_invariants=False, device=v.device
-    )
-    return made.requires_grad_(grad)
-
-
-def _compressed(
-    outer: Tensor, inner: Tensor, v: Tensor, shape: tuple[int, ...], kind: torch.layout, grad: bool
-) -> Tensor:
-    parts = outer.clone(), inner.clone(), v.clone()
-    made = torch.sparse_compressed_tensor(*parts, shape, layout=kind, device=v.device)
-    return made.requires_grad_(grad)
+def _sparse(kind: torch.layout, parts: tuple[Any, ...], grad: bool) -> Tensor:
+    device = parts[0].device
+    if kind is torch.sparse_coo:
+        *plain, known = parts
+        made = torch.sparse_coo_tensor(
+            *plain, is_coalesced=known, check_invariants=False, device=device
+        )
+    else:
+        made = torch.sparse_compressed_tensor(*parts, layout=kind, device=device)
+    return made.clone().requires_grad_(grad)
 
 
 def _subclass(plain: Tensor, kind: bytes, grad: bool) -> Tensor:
@@ -245,3 +194,26 @@ def _here(storage: Any, place: str) -> Any:
     if not place.startswith("cuda"):
         return None
     return storage.cuda() if torch.cuda.is_initialized() else storage
+
+
+Flat = tuple[bytes, bytes, "np.ndarray[Any, Any]"]
+"""A message for a replica that shares no windows, as a Ray call carries it: its pickle, the
+pickled specs of its tensors, and their bytes as an array.
+"""
+
+
+def flat(message: object) -> Flat:
+    """Take a message apart."""
+    packet = Packet(message)
+    layout = Layout(packet.specs)
+    run = Run(torch.empty(layout.size, dtype=torch.uint8, device="cpu"))
+    download(packet.tensors, layout, run)
+    return packet.body, pickle.dumps(layout.specs), run.memory.numpy()
+
+
+def unflat(parts: Flat, device: torch.device) -> Any:
+    """Put a message together. The bytes are copied: those in Ray's object store are read-only."""
+    body, specs, data = parts
+    layout = Layout(pickle.loads(specs))
+    row, _ = upload(layout, Run(torch.from_numpy(np.array(data))), device)
+    return decode(body, row)

@@ -223,29 +223,34 @@ class Exchange:
         """Give all members one row, and a number; returns the rows of all, by rank."""
         return self.swap(row.expand(self.size, *row.shape), mark, number)
 
-    def spread(self, run: Tensor, root: int, mark: int = 0) -> None:
+    def spread(self, run: Tensor, root: int) -> None:
         """Copy a run of one member's to those of all."""
         own, options = self._near(run), dist.BroadcastOptions()
         options.rootRank = root
-        self.meet(mark, run.nbytes)
+        self.meet(0, run.nbytes)
         self._do("broadcast", options, [own])
         if own is not run:
             run.copy_(own)
 
-    def add(self, run: Tensor, order: Sequence[int], root: int | None = None) -> None:
-        """Sum the members' runs in place: of each piece, each member adds one part.
+    def add(
+        self, runs: Sequence[Tensor], order: Sequence[int], root: int | None = None, what: int = 0
+    ) -> None:
+        """Sum the members' runs in place: of each piece, each member adds one part. They meet once:
+        who fails later is noticed as one that fails within a run is.
 
         Args:
-            run: This member's; its length is a multiple of the group's size.
+            runs: This member's; the length of each is a multiple of the group's size.
             order: The members whose runs are added, in this order.
             root: The member that gets the sums; None if all do. The others' runs stay as they are.
+            what: Says what the runs are; the same for all members.
         """
-        most = min(_PIECE * self.size, run.numel())
-        got = torch.empty(most, dtype=run.dtype, device=self._device)  # once, for all pieces
-        self.meet(_SUM, run.nbytes)
-        for piece in run.split(most):
+        pieces = [piece for run in runs for piece in run.split(_PIECE * self.size)]
+        most = max([piece.nbytes for piece in pieces], default=0)
+        got = torch.empty(most, dtype=torch.uint8, device=self._device)  # once, for all pieces
+        self.meet(_SUM, hash((what, *[run.nbytes for run in runs])))
+        for piece in pieces:
             own = self._near(piece)
-            rows, part = got[: own.numel()], own.numel() // self.size
+            rows, part = got[: own.nbytes].view(own.dtype), own.numel() // self.size
             self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
             parts = rows.view(self.size, part)
             total = parts[order[0]]
@@ -259,7 +264,7 @@ class Exchange:
                 taken = [part if self.rank == root else 0] * self.size
                 options = dist.AllToAllOptions()
                 self._do("alltoall_base", options, own[: sum(taken)], total, taken, sent)
-            if own.device != run.device:
+            if own.device != piece.device:
                 piece.copy_(own)
 
     def exists(self) -> bool:
@@ -292,13 +297,11 @@ class Exchange:
         self.numbers: list[int] = numbers
         if len({*zip(marks, sizes, strict=True)}) == 1:
             return
-        ended = [rank for rank in range(self.size) if marks[rank] == END]
-        others = [rank for rank in range(self.size) if marks[rank] != END]
-        places = ", ".join(f"chunk {rank} at number {marks[rank]}" for rank in others)
-        text = f"chunks {ended} have ended, while chunks {others} wait" if ended else places
+        names = {END: "has ended"}
+        places = [f"chunk {k} {names.get(n, f'waits at number {n}')}" for k, n in enumerate(marks)]
         raise Differing(
-            f"the chunks run different layers: {text}. What decides which layers run, and their "
-            "sizes, must be the same for all chunks"
+            f"the chunks run different layers: {', '.join(places)}. What decides which layers run, "
+            "and their sizes, must be the same for all chunks"
         )
 
     def _near(self, t: Tensor) -> Tensor:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from raydp_parallel.devices.ambient import CallContext
-from raydp_parallel.devices.layout import Cuts, Spec
-from raydp_parallel.wire.codec import Parcel, Row
+from raydp_parallel.devices.layout import Row, Spec
+from raydp_parallel.wire.codec import Parcel
 from raydp_parallel.wire.windows import Window
 
 
@@ -43,9 +42,7 @@ class SlotSpec(NamedTuple):
     window: int | None = None  # which of the model's windows holds it; None: contents are sent
     # Where it lies in that window, and how.
     offset: int = 0
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
+    there: Spec | None = None
 
 
 class RunSpec(NamedTuple):
@@ -54,7 +51,6 @@ class RunSpec(NamedTuple):
     key: int  # its number
     slots: tuple[int, ...]  # in the order of the specs
     specs: tuple[Spec, ...]
-    cuts: Cuts  # the rows among them
 
 
 class StateNews(NamedTuple):
@@ -104,8 +100,9 @@ class ForwardRequest(NamedTuple):
     model: int
     update: StateUpdate | None  # changes of its state; None if there are none
     key: int | None  # the number that its graph gets; None keeps no graph
-    called: Parcel | str | None  # a function that takes the module, or a method; None: the module
-    arguments: Parcel  # positional and keyword arguments
+    # What is called: a function that takes the module, the name of a method, or None for the module
+    # itself; and its positional and keyword arguments.
+    arguments: Parcel
     seed: int  # the call's
     forget: tuple[int, ...]
     # Contents that tensors had when the forward ran first, by slot; None if it runs first now. It

@@ -24,6 +24,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.batch import containers
 from raydp_parallel.errors import TransferError
 
 Reduced = Any
@@ -47,22 +48,19 @@ _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Extend cloudpickle's pickler by the values that this file handles."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-
     def reducer_override(self, value: Any) -> Reduced:
         """Reduce a value that pickle cannot handle itself."""
+        kind: Any = type(value)
+        if issubclass(kind, type):  # by its name, even if its metaclass has a `__getattr__`
+            if _is_renamed(value):
+                return getattr, (sys.modules[value.__module__], value.__name__)
+            return super().reducer_override(value)
         name = stream_name(value)
         if name is not None:
             return getattr, (sys, name)
-        kind: Any = type(value)
         if isinstance(value, _OPERATORS):
             return operator.attrgetter(str(value)), (torch.ops,)
-        # a class is pickled by its name, even if its metaclass has a `__getattr__`
-        if issubclass(kind, type):
-            if _is_renamed(value):
-                return getattr, (sys.modules[value.__module__], value.__name__)
-        elif _delegates(kind):
+        if _delegates(kind):
             return copyreg.__newobj__, (kind,), _state(value), None, None, _set_state  # type: ignore[attr-defined]
         if kind is logging.StreamHandler:
             state = {key: part for key, part in vars(value).items() if key != "lock"}
@@ -164,16 +162,13 @@ def _is_renamed(kind: type) -> bool:
     return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
-def _state(value: object) -> tuple[dict[str, object], dict[str, object]]:
+def _state(value: object) -> tuple[object, dict[str, object]]:
     """An object's attributes and the values of its slots, read without its own `__getattr__`."""
-    slots = {}
-    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+    found: dict[str, object] = {}
+    for name in ("__dict__", *copyreg._slotnames(type(value))):  # type: ignore[attr-defined]
         with contextlib.suppress(AttributeError):
-            slots[name] = object.__getattribute__(value, name)
-    try:
-        return object.__getattribute__(value, "__dict__"), slots
-    except AttributeError:
-        return {}, slots
+            found[name] = object.__getattribute__(value, name)
+    return found.pop("__dict__", {}), found
 
 
 def _set_state(value: object, state: Any) -> None:
@@ -197,21 +192,14 @@ def dumps(value: object) -> bytes:
 
 def unsendable(value: object, path: str, error: Exception) -> TransferError:
     """Make the error for a value that cannot be pickled, with the path to the innermost part."""
-    path, kind = _innermost(value, path, dumps)
-    return TransferError(
-        f"{path} is a {kind}, which cannot be sent to another process: {error}. {_ADVICE}"
-    )
+    return _blaming(value, path, dumps, f"cannot be sent to another process: {error}")
 
 
 def refuse_unloadable(value: object, path: str, cause: Exception, error: str) -> None:
     """Raise an error for a value that a replica could not load, if it cannot be loaded here."""
-    if _works(_reload, value):
-        return
-    path, kind = _innermost(value, path, _reload)
-    raise TransferError(
-        f"{path} is a {kind}, which can be pickled, but not loaded in another process: {error}. "
-        f"{_ADVICE}"
-    ) from cause
+    if not _works(_reload, value):
+        what = f"can be pickled, but not loaded in another process: {error}"
+        raise _blaming(value, path, _reload, what) from cause
 
 
 def _reload(value: object) -> object:
@@ -226,8 +214,10 @@ def _works(action: Callable[[object], object], value: object) -> bool:
     return True
 
 
-def _innermost(value: object, path: str, action: Callable[[object], object]) -> tuple[str, str]:
-    """Find the innermost part for which an action does not work: its path, and its class."""
+def _blaming(
+    value: object, path: str, action: Callable[[object], object], what: str
+) -> TransferError:
+    """Make an error that names the path to the innermost part for which an action does not work."""
     seen: set[int] = set()
     while id(value) not in seen:
         seen.add(id(value))
@@ -235,18 +225,15 @@ def _innermost(value: object, path: str, action: Callable[[object], object]) -> 
             if not _works(action, part):
                 path, value = path + name, part
                 break
-    return path.lstrip("."), f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return TransferError(f"{path.lstrip('.')} is a {kind}, which {what}. {_ADVICE}")
 
 
 def _parts(value: object) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{name}", part) for name, part in zip(value._fields, value, strict=True)]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{i}]", part) for i, part in enumerate(value)]
-    if isinstance(value, (Tensor, type)) or not hasattr(value, "__dict__"):
-        return []
+    kind = containers.kind_of(value)
+    found = containers.contents(value, kind)
+    if found or isinstance(value, (Tensor, type)) or not hasattr(value, "__dict__"):
+        return [(containers.step(kind, key), part) for key, part in found.items()]
     found = dict(vars(value))
     for name in _CONTENTS if isinstance(value, nn.Module) else ():
         found |= found.pop(name, {})

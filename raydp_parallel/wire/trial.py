@@ -8,7 +8,6 @@ busy.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,26 +74,21 @@ def try_group(exchange: Exchange, device: torch.device) -> None:
     """
     own, everyone = exchange.rank, range(exchange.size)
     for size in SIZES:
+        row = torch.arange(size // 8 // exchange.size, device=device)
         for n in range(_ROUNDS):
-
-            def rows(*keys: tuple[int, int], size: int = size, n: int = n) -> Tensor:
-                row = torch.arange(size // 8 // exchange.size, device=device)
-                return torch.stack([_numbers(row, (n, *key)) for key in keys])
-
-            sent = [(own, to) for to in everyone]
-            run = _late(rows(*sent) * (own == 0))
+            sent = _numbers(row, *[(n, own, to) for to in everyone])
+            run = _late(sent * (own == 0))
             exchange.spread(run, 0)
-            total = _late(rows(*sent)).view(-1)
-            exchange.add(total, everyone, 0)
-            totals = _late(rows(*sent)).view(-1)
-            exchange.add(totals, everyone)
+            total, totals = _late(sent).view(-1), _late(sent).view(-1)
+            exchange.add([total], everyone, 0)
+            exchange.add([totals], everyone)
             sums = torch.zeros_like(total)
             for by in everyone:
-                sums += rows(*[(by, to) for to in everyone]).view(-1)
+                sums += _numbers(row, *[(n, by, to) for to in everyone]).view(-1)
             found = [
-                (run, rows(*[(0, to) for to in everyone])),
-                (exchange.swap(_late(rows(*sent))), rows(*[(by, own) for by in everyone])),
-                (total, sums if own == 0 else rows(*sent).view(-1)),
+                (run, _numbers(row, *[(n, 0, to) for to in everyone])),
+                (exchange.swap(_late(sent)), _numbers(row, *[(n, by, own) for by in everyone])),
+                (total, sums if own == 0 else sent.view(-1)),
                 (totals, sums),
             ]
             for got, expected in found:
@@ -102,11 +96,13 @@ def try_group(exchange: Exchange, device: torch.device) -> None:
                     raise TransferError("other numbers arrived than were sent, or in other places")
 
 
-def _numbers(row: Tensor, key: Sequence[int]) -> Tensor:
-    """Make numbers that differ for each key, and are the same on every kind of GPU."""
-    for k in key:
-        row = (row + k + 1) * 6364136223846793005
-    return row
+def _numbers(row: Tensor, *keys: tuple[int, ...]) -> Tensor:
+    """Make rows of numbers that differ for each key, and are the same on every kind of GPU."""
+    rows = [row] * len(keys)
+    for i, key in enumerate(keys):
+        for k in key:
+            rows[i] = (rows[i] + k + 1) * 6364136223846793005
+    return torch.stack(rows)
 
 
 def _late(t: Tensor) -> Tensor:

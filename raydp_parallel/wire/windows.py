@@ -1,7 +1,7 @@
 """Memory that two processes of one machine share.
 
-A window belongs to one direction of one channel. It only grows. Its contents are valid until the
-answer: who keeps a tensor longer clones it. So nothing here is lent, counted or returned.
+A channel has one for each direction, which only grows. Its contents are valid until the answer: who
+keeps a tensor longer clones it. So nothing there is lent, counted or returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.layout import Run, Spec
+from raydp_parallel.devices.layout import ALIGN, Run, Spec
 
 _MAP_FIXED = 0x10
 _SELDOM = 32
@@ -39,18 +39,18 @@ class GpuWindow(Run):
     """
 
     def __init__(self, size: int, device: torch.device, export: bytes | None = None) -> None:
-        super().__init__(size)
         from torch.multiprocessing import reductions
 
         if export is None:
             with _whole_segments():
-                self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-                given = reductions.reduce_tensor(self.memory)[1]
+                memory = torch.empty(-(-size // ALIGN) * ALIGN, dtype=torch.uint8, device=device)
+                given = reductions.reduce_tensor(memory)[1]
             self.export, self._readers = pickle.dumps(given), given[_READERS]
         else:
             given = list(pickle.loads(export))
             given[_NUMBER] = device.index or 0
-            self.memory = reductions.rebuild_cuda_tensor(*given)
+            memory = reductions.rebuild_cuda_tensor(*given)
+        super().__init__(memory)
 
     def unread(self) -> None:
         """Count its reader out, which has ended and cannot do so: torch keeps the memory until
@@ -93,14 +93,14 @@ class Window(Run):
     map: mmap.mmap
 
     def __init__(self, size: int, fd: int | None = None, private: bool = False) -> None:
-        super().__init__(max(PAGE, -(-size // PAGE) * PAGE))
+        size = max(PAGE, -(-size // PAGE) * PAGE)
         if fd is None:
             fd = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
-            os.ftruncate(fd, self.size)
+            os.ftruncate(fd, size)
         self.fd, self._unused = fd, 0
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-        self.map = mmap.mmap(fd, self.size, flags=flags)
-        self.memory = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.map = mmap.mmap(fd, size, flags=flags)
+        super().__init__(torch.frombuffer(self.map, dtype=torch.uint8))
         # Tensors keep the mapping when the window is gone, and the mapping its descriptor.
         weakref.finalize(self.map, os.close, fd).atexit = False
         _mapped[self.map] = self.memory.data_ptr(), self.size, fd

@@ -654,6 +654,23 @@ def test_contents_that_replicas_have_are_kept_where_tensors_are_others(sent: Any
     check()
 
 
+def test_an_edit_is_found_between_a_new_layout_and_the_next_forward(two: Executor) -> None:
+    """An optimizer in the replicas lays the contents of all others out anew, at once: later they
+    would be compared with the edited ones. So does a step that finds another structure.
+    """
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    model, x = DataParallel(net, executor=two), torch.randn(6, 4)
+    model(x)
+    optimizer = model.optimizer(torch.optim.SGD, [*net[2].parameters()], lr=0.1)
+    net[0].weight.data.mul_(3)
+    torch.testing.assert_close(model(x), net(x))
+    model(x).sum().backward()
+    net.register_buffer("new", torch.ones(1))
+    optimizer.step()
+    net[1].running_mean.data.add_(2)
+    torch.testing.assert_close(model(x), net(x))
+
+
 def test_edits_of_weights_that_moved_to_a_common_window(two: Executor) -> None:
     """As too many lie in windows of their own: a replica could keep the last mapping of one."""
     net = nn.Sequential()

@@ -308,8 +308,8 @@ def test_closing_waits_for_nobody_that_hangs(another: bool) -> None:
     thread = threading.Thread(target=lambda: errors.append(raised(lambda: model(X))), daemon=True)
     if another:
         thread.start()
-        while executor.lock.acquire(blocking=False):
-            executor.lock.release()
+        while executor.replica_set.lock.acquire(blocking=False):
+            executor.replica_set.lock.release()
     executor.close()
     if another:
         thread.join()

@@ -6,27 +6,35 @@ import ast
 import contextlib
 import gc
 import io
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import fake_nccl
 import oracle
 import pytest
 import torch
 from fake_gpu import FakeGpus, installed, near_replicas
+from mortal import arm
 from torch import nn
 
-from benchmarks import gpu_host
-from raydp_parallel import DataParallel, Executor, Options
+from benchmarks import gpu_host, on_gpu
+from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
+from raydp_parallel.cluster import ray_api
 from raydp_parallel.devices import cuda, memory
+from raydp_parallel.driver import groups
 from raydp_parallel.errors import TransferError
-from raydp_parallel.wire import codec, trial
+from raydp_parallel.wire import codec, group, trial
 from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.messages import ExchangeRequest
 from raydp_parallel.wire.windows import GpuWindow
 
 HERE = Options(metrics=False, gpu_paths=("host",))
@@ -34,9 +42,9 @@ HERE = Options(metrics=False, gpu_paths=("host",))
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
-    """Two GPUs, of which replicas in this process have one each."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # so that it is unset again
-    with installed(2) as found:
+    """Six GPUs, of which replicas in this process have one each."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")  # so that it is unset again
+    with installed(6) as found:
         near_replicas(found, monkeypatch)
         yield found
 
@@ -90,6 +98,17 @@ def test_training_has_the_values_of_cpus(gpus: FakeGpus, home: str, registers: b
     assert losses == pytest.approx([*train(upstream, x)], rel=1e-12)
     for a, b in zip(own.state_dict().values(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(a.cpu(), b)
+
+
+def test_a_module_moves_to_a_gpu_and_back(gpus: FakeGpus) -> None:
+    """Its buffers are other tensors then, and their last contents lie on the other device."""
+    module, x = net().eval(), torch.randn(8, 8, dtype=torch.double)
+    with Executor([0], options=HERE) as executor:
+        model = DataParallel(module, executor=executor)
+        right = model(x)
+        for place in ("cuda", "cpu"):
+            module.to(place)
+            torch.testing.assert_close(model(x.to(place)).cpu(), right)
 
 
 def test_a_replica_with_a_gpu_copies_with_several_threads(
@@ -157,17 +176,6 @@ def test_a_window_is_waited_for(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch)
         assert not torch.equal(model(x + 1), right)
 
 
-def nodes(t: torch.Tensor) -> set[Any]:
-    """Find the nodes of a tensor's graph."""
-    found, todo = set(), [t.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            todo += [following for following, _ in node.next_functions]
-    return found
-
-
 @pytest.mark.parametrize("ipc", [True, False])
 def test_a_forward_on_a_stream_of_its_own_and_a_backward_outside(
     gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, ipc: bool
@@ -179,15 +187,11 @@ def test_a_forward_on_a_stream_of_its_own_and_a_backward_outside(
     module, plain = net().cuda().eval(), net().cuda().eval()
     plain.load_state_dict(module.state_dict())
     x, side = torch.randn(8, 8, dtype=torch.double).cuda(), torch.cuda.Stream()
-    main: Any = torch.cuda.current_stream()
     with Executor([0, 0], options=HERE) as executor:
         model = DataParallel(module, executor=executor)
         for _ in range(3):
             with torch.cuda.stream(side):
                 loss = model(x).square().mean()
-            for node in nodes(loss):  # as torch's engine does
-                stream = main if "Fork" in node.name() or "Accumulate" in node.name() else side
-                node.register_prehook(lambda _, s=stream: gpus.choose(s))
             loss.backward()
             plain(x).square().mean().backward()
             for a, b in zip(module.parameters(), plain.parameters(), strict=True):
@@ -367,6 +371,95 @@ def test_a_smaller_batch_makes_no_group_of_its_own() -> None:
     """NCCL takes gigabytes for each."""
     groups, link, *_ = printed("nccl_script.py", "smaller", "3")
     assert (groups, link) == ("groups: 1", "link: nccl + windows")
+
+
+def test_nccl_is_for_all_gpus_and_for_whole_cards(gpus: FakeGpus) -> None:
+    """It takes gigabytes for each set of GPUs, and refuses a second part of a card."""
+    options = Options(gpu_paths=("nccl",), metrics=False)
+    with mock.patch.object(groups, "join"), Executor([0, 1, 2], options=options) as executor:
+        slots = executor.slots([0, 1, 2])
+        assert groups.direct(executor, slots, lambda: 1 << 20)
+        assert not groups.direct(executor, slots[:2], lambda: 1 << 20)
+        client: Any = slots[0].client
+        client.hello = client.hello._replace(gpu="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+        assert not groups.direct(executor, slots, lambda: 1 << 20)
+
+
+def test_a_member_that_fails_in_nccl_says_that_it_leaves(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing else tells the other one, which would wait for minutes."""
+    fake, store, ranks = fake_nccl.ProcessGroupNCCL, group.open_store(2, None), (0, 1)
+    monkeypatch.setattr(group.dist, "ProcessGroupNCCL", fake, raising=False)
+    seats = [ExchangeRequest("one", rank, 2, 300.0, nccl=True, address=store) for rank in ranks]
+
+    def share(one: group.Exchange) -> Any:
+        with gpus:
+            return one.share(torch.ones(1).cuda(one.rank)).tolist()
+
+    monkeypatch.setenv(fake_nccl.FOLDER, str(tmp_path))
+    with mock.patch.dict(os.environ), ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as end:
+        end.callback(group.close_store, store)
+        both = [*pool.map(group.Exchange, seats, [torch.device("cuda", rank) for rank in ranks])]
+        assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == "8"
+        assert [*pool.map(share, 2 * both)] == [[[1.0], [1.0]]] * 4
+        assert gpus.nccl == 2  # each member takes memory, once
+        arm(tmp_path, "full alltoall_base 1")
+        for one in [pool.submit(share, one) for one in both]:
+            assert isinstance(one.exception(timeout=30), group.Abandoned)
+
+
+def test_replicas_that_hang_in_nccl_share_one_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    """And the warning says what may help."""
+    clock, executor = [0.0], mock.Mock(failed_joins=0)
+    executor.dispatcher.send.return_value.gone = executor.dispatcher.receive.return_value = None
+
+    def ready(seconds: float) -> None:
+        clock[0] += seconds
+
+    seats = [ExchangeRequest("one", rank, 8, 1.0) for rank in range(8)]
+    slots: Any = [mock.Mock(**{"client.ready": ready}) for _ in seats]
+    with mock.patch.object(groups, "time", mock.Mock(monotonic=lambda: clock[0])):
+        assert not groups._join(executor, slots, mock.Mock(seats=seats))
+    assert (executor.replica_set.lost.call_count, clock[0]) == (8, groups._GRACE)
+    assert "NCCL_SOCKET_IFNAME" in caplog.text
+
+
+def test_layers_that_exchange_do_not_wait_for_the_gpu(gpus: FakeGpus) -> None:
+    """The host knows the number of all values from the meeting."""
+    alone = mock.Mock(share=lambda row, *_: row[None], swap=lambda rows, _: rows, numbers=[8])
+    layer, x = convert_sync_batchnorm(nn.BatchNorm1d(3)).cuda(), torch.randn(8, 3).cuda()
+    gpus.counts.clear()
+    with mock.patch.object(group, "current", alone):
+        layer(x.requires_grad_()).sum().backward()
+    assert not gpus.counts["driver waits"]
+
+
+def test_more_replicas_need_no_more_memory(gpus: FakeGpus) -> None:
+    """All have the weights from one window, and the driver adds gradients as they come."""
+    module, x, most = net(256).cuda(), torch.randn(20, 256, dtype=torch.double).cuda(), []
+    weights = sum(p.nbytes for p in module.parameters())
+    for places in ([1, 2, 3], [1, 2, 3, 4, 5]):
+        with Executor(places, options=HERE) as executor:
+            gpus.memories[0].most = 0
+            [*train(DataParallel(module, executor=executor), x)]
+            most.append(gpus.memories[0].most)
+            assert max(row.bytes_in for row in executor.stats().replicas) < weights
+    assert most[1] < most[0] + weights / 2
+
+
+def test_a_group_listens_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's nodes lack that of a driver whose node is about to end."""
+    monkeypatch.setattr(ray_api, "nodes", lambda: [mock.Mock(address="192.0.2.1")])
+    assert group.open_store(2, ray_api.own_address()).port
+
+
+def test_no_row_of_the_benchmark_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the one for a GPU, on the fake one."""
+    monkeypatch.setattr(sys, "argv", ["on_gpu", "--out", str(tmp_path / "rows")])
+    on_gpu.main()
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    assert [row["contender"] for row in rows if row["deviation"] < 1e-6] == on_gpu.names(2)
 
 
 @pytest.mark.parametrize("ipc", [True, False])

@@ -108,6 +108,19 @@ def test_a_name_that_the_replica_has_loaded_from_another_file(modules: Callable[
 
 
 @pytest.mark.usefixtures("cluster")
+def test_a_folder_that_is_added_between_two_models(
+    modules: Callable[..., Any], tmp_path: Path
+) -> None:
+    late = NET.format(factor=3.0).replace("return x", "import late_of; return late_of.TWICE * x")
+    loaded = modules("one", importing=late)
+    DataParallel(torch.nn.Identity(), ["cpu", "cpu"])(ONES)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "late_of.py").write_text("TWICE = 2")
+    sys.path.append(str(tmp_path / "more"))
+    assert computed(DataParallel(loaded.Net(), ["cpu", "cpu"])) == 6.0
+
+
+@pytest.mark.usefixtures("cluster")
 def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) -> None:
     """Old objects keep the old code, new ones have the new; also where functions are changed in
     place.

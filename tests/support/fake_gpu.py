@@ -8,9 +8,10 @@ are there. A copy from pinned memory arrives at once, but its source must be the
 stream is waited for.
 
 It refuses what a GPU refuses: memory of two devices in one operation, a second opening of one
-export, the next kernel after an error that nobody took. It counts, by side: ``calls`` of tensors,
-``copies`` (of `_foreach_copy_` one where all has one dtype on one GPU, else one per tensor), among
-them ``crossings`` of devices, and ``waits`` of the host.
+export, the next kernel after an error that nobody took, and in the driver random numbers of the
+program's own generator. It counts, by side: ``calls`` of tensors, ``copies`` (of `_foreach_copy_`
+one where all has one dtype on one GPU, else one per tensor), among them ``crossings`` of devices,
+and ``waits`` of the host.
 
 `installed` is for a test, `install` for the process of a replica.
 """
@@ -29,6 +30,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +45,7 @@ from raydp_parallel.devices import memory
 from raydp_parallel.devices.cuda import describe
 from raydp_parallel.devices.layout import is_dense
 from raydp_parallel.errors import TransferError
-from raydp_parallel.replica import exceptions
+from raydp_parallel.replica import exceptions, replica
 from raydp_parallel.replica.replica import Replica
 from raydp_parallel.state.lagging import plainly
 from raydp_parallel.wire import trial
@@ -55,10 +57,12 @@ PINNED = torch.device("cpu", 7)
 """Stands for pinned memory, as the home of a run."""
 POISON = 0xDD
 _SIZE = 1 << 31
+_ALL, _NCCL = 80 << 30, 1 << 30  # bytes of a GPU, and what a communicator takes there
 _STEP = 512
 _device: Any = torch._C.TensorBase.device
 _host_copy: Any = torch.ops.aten.copy_.default
 _NO_ROWS = (torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float8_e8m0fnu)
+_RANDOM = torch.Tag.nondeterministic_seeded
 _WAITING = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 
 
@@ -72,7 +76,7 @@ class Memory:
         self.map = mmap.mmap(self.fd, _SIZE)
         self.base = ctypes.addressof(ctypes.c_uint8.from_buffer(self.map))
         self._end, self._free = 0, {}  # type: ignore[var-annotated]
-        self.taken = 0
+        self.taken = self.most = 0
 
     def take(self, size: int) -> Tensor:
         """Give a block of bytes that hold nothing of use."""
@@ -82,6 +86,7 @@ class Memory:
         self._end = max(self._end, at + size)
         block = (ctypes.c_uint8 * size).from_buffer(self.map, at)
         self.taken += size
+        self.most = max(self.most, self.taken)
         weakref.finalize(block, self._give_back, at, size).atexit = False
         found = torch.frombuffer(block, dtype=torch.uint8)
         return found.fill_(POISON) if size < 1 << 20 else found
@@ -134,6 +139,7 @@ class FakeGpus(TorchDispatchMode):
         counts: Calls of tensors, copies and waits, by side and kind, such as ``"driver waits"``.
         side: Whose work is counted now; each has a stream.
         registers: Whether host memory may be registered.
+        nccl: How many communicators NCCL has made.
         lossy: Whether what is written to exported memory does not arrive, as with a broken IOMMU.
         torn: Copies from the host whose source changed too early.
     """
@@ -149,8 +155,9 @@ class FakeGpus(TorchDispatchMode):
         self._own = threading.local()
         self._stream: Any = type("Stream", (Stream,), {"gpus": self})
         self._streams: dict[str, Stream] = {}
+        self._ran: list[tuple[range, Stream]] = []  # which nodes of graphs ran on which
         self.counts: Counter[str] = Counter()
-        self.registers, self.lossy, self.torn = True, False, list[int]()
+        self.registers, self.lossy, self.torn, self.nccl = True, False, list[int](), 0
         self._error = ""
         self._read: dict[bytes, Tensor] = {}
         self.expandable = False
@@ -177,12 +184,32 @@ class FakeGpus(TorchDispatchMode):
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         """``torch.cuda.stream``."""
-        before = self.stream()
+        before, begin = self.stream(), _sequence()
         self.choose(stream)
         try:
             yield
         finally:
             self.choose(before)
+            self._ran.append((range(begin, _sequence()), stream))
+
+    def backward(self, t: Any, *args: Any, **more: Any) -> None:
+        """``Tensor.backward``: a node runs on its forward's stream, behind whoever made what it
+        gets. Leaves, and a Fork, which is on no GPU, run on the caller's.
+        """
+        caller, nodes = self.stream(), [t.grad_fn]
+
+        def begin(grads: Any, stream: Stream) -> None:
+            if stream is not self.stream() and any(grad is not None for grad in grads):
+                stream.wait_stream(self.stream())
+            self.choose(stream)
+
+        for node in nodes:
+            nodes += [n for n, _ in node.next_functions if n is not None and n not in nodes]
+            ran = [stream for made, stream in self._ran if node._sequence_nr() in made]
+            stream = ran[0] if ran and "Fork" not in node.name() else caller
+            node.register_prehook(partial(begin, stream=stream))
+        _backward(t, *args, **more)
+        self.choose(caller)
 
     # where tensors lie
 
@@ -249,6 +276,9 @@ class FakeGpus(TorchDispatchMode):
         if not func.is_view and self._error:
             error, self._error = self._error, ""
             raise RuntimeError(error)
+        own = self.side == "driver" and not replica.own_process  # a module draws what it likes
+        if _RANDOM in func.tags and not more.get("generator") and own:
+            raise RuntimeError(f"the program's own random numbers move, by {name}")
         if len(homes) > 1 and not name.startswith(("index", "_index")):
             text = f"Expected all tensors to be on the same device, but found {homes} in {name}"
             raise RuntimeError(text)
@@ -438,11 +468,14 @@ class FakeGpus(TorchDispatchMode):
             "default_generators": [torch.Generator()] * 8,
             "get_device_properties": self.properties,
             "memory_allocated": lambda i=0: self.memories[i].taken,
-            "max_memory_allocated": lambda i=0: self.memories[i].taken,
+            "max_memory_allocated": lambda i=0: self.memories[i].most,
+            "mem_get_info": lambda i=0: (_ALL - self.memories[i].taken - self.nccl * _NCCL, _ALL),
         }
 
 
 _to: Any = torch._C.TensorBase.to
+_backward: Any = Tensor.backward
+_sequence: Any = torch._C._autograd._get_sequence_nr
 _exports = itertools.count()
 
 
@@ -471,6 +504,7 @@ def _patch(gpus: FakeGpus) -> pytest.MonkeyPatch:
     found.setattr(Tensor, "is_cuda", property(lambda t: gpus.device(t).type == "cuda"))
     found.setattr(Tensor, "is_cpu", property(lambda t: gpus.device(t).type == "cpu"))
     found.setattr(Tensor, "to", lambda t, *args, **more: gpus.to(t, *args, **more))
+    found.setattr(Tensor, "backward", lambda t, *args, **more: gpus.backward(t, *args, **more))
     found.setattr(Tensor, "cpu", lambda t: gpus.to(t, CPU))
     found.setattr(
         Tensor, "cuda", lambda t, i=0, **more: gpus.to(t, torch.device("cuda", i), **more)

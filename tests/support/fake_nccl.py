@@ -2,8 +2,8 @@
 kernel does, until it is aborted.
 
 What NCCL does not see it does not see either: that a member died or left. It takes nothing but
-memory of the GPU. What it writes arrives when it is asked whether it is done; other bytes are there
-until then.
+memory of the GPU, and some for itself; torch's threads must be told to be quiet. What it writes
+arrives when it is asked whether it is done; other bytes are there until then.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ dist: Any = distributed
 HOW, FOLDER = "RAYDP_FAKE_NCCL", "RAYDP_FAKE_NCCL_FOLDER"
 """Variables: ``permuted``, ``hangs`` or ``stalls``; where members look whether they are to die."""
 _LONG = timedelta(seconds=600)
+_QUIET = {"BLOCKING_WAIT": "0", "ASYNC_ERROR_HANDLING": "0", "ENABLE_MONITORING": "0"}
+_QUIET |= {"DUMP_ON_TIMEOUT": "0", "WAIT_TIMEOUT_DUMP_MILSEC": "1"}
 
 
 class Work:
@@ -51,7 +53,7 @@ class Work:
         self._into.copy_(self._found)
         return True
 
-    def wait(self, _: timedelta) -> None:
+    def wait(self, _: timedelta = _LONG) -> None:
         """Let the stream wait."""
         assert self._work is None or self._group.aborted
 
@@ -63,9 +65,9 @@ class ProcessGroupNCCL:
         """Torch's."""
 
     def __init__(self, store: Any, rank: int, size: int, _: Options) -> None:
-        for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT"):
-            assert os.environ[f"TORCH_NCCL_{name}"] == "0"
-        self.aborted, self._rank = False, rank
+        for name, value in _QUIET.items():
+            assert os.environ.get(f"TORCH_NCCL_{name}") == value, name
+        self.aborted, self._rank, self._gpus = False, rank, None
         plain = dist.ProcessGroupGloo._Options()
         plain._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         plain._timeout = _LONG
@@ -75,6 +77,9 @@ class ProcessGroupNCCL:
         assert own.is_cuda and not self.aborted
         if os.environ.get(HOW) == "hangs":
             time.sleep(600)
+        if self._gpus is None:
+            self._gpus = torch.cuda.current_stream().gpus  # type: ignore[attr-defined]
+            self._gpus.nccl += 1
         moment = f"{'trial' if own.dtype == torch.int64 else verb} {self._rank}"
         fate(os.environ[FOLDER], moment)
         fate(os.environ[FOLDER], f"full {moment}")

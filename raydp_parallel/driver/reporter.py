@@ -13,12 +13,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.monitoring import status
 from raydp_parallel.monitoring.metrics import COUNTERS, INFO, increments, summary, tags_of
 from raydp_parallel.monitoring.stats import ExecutorStats
+
+if TYPE_CHECKING:
+    from raydp_parallel.driver.executor import Executor
 
 log = logging.getLogger("raydp_parallel")
 
@@ -35,54 +38,34 @@ _FAREWELL = 2.0
 """Seconds that a close waits for the last report: a cluster may not answer."""
 
 
-class Watched(Protocol):
-    """An executor, as the thread uses it."""
-
-    def stats(self) -> ExecutorStats:
-        """Describe the work so far."""
-
-    def show(self, replica: int, text: str) -> None:
-        """Let the dashboard say what a replica, by its number, is doing."""
-
-
 class Reporter:
     """The thread. It ends with `close`, or when nobody has the executor any more."""
 
-    def __init__(self, executor: Watched) -> None:
+    def __init__(self, executor: Executor) -> None:
+        self._stop = threading.Event()
         self._executor = weakref.ref(executor)
-        self._counters = {m: ray_api.Counter(*m) for m in COUNTERS}
-        self._info = ray_api.Gauge(*INFO)
-        self._history: deque[ExecutorStats] = deque(maxlen=_WINDOW + 1)
+        # The last reports, the first of which counts what came after None.
+        self._history: deque[ExecutorStats | None] = deque([None], maxlen=_WINDOW + 1)
         self._there: list[dict[str, str]] = []  # the tags of processes that were reported
         self._reports = 0
-        self._key = ""
         self._warned = False
-        self._stop = threading.Event()
-        self._final: ExecutorStats | None = None
         self._thread = threading.Thread(target=self._run, name="raydp-reporter", daemon=True)
         atexit.register(self.close)
         self._thread.start()
 
     def close(self) -> None:
         """Report a last time. May be called twice."""
-        # The thread is not alive in a forked child, which has nothing to report.
-        if self._stop.is_set() or not self._thread.is_alive():
-            return
-        atexit.unregister(self.close)
-        # Looked at here: whoever closes may hold a lock that the thread would wait for.
-        executor = self._executor()
-        self._final = executor.stats() if executor is not None else None
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_FAREWELL)
+        if self._thread.is_alive():  # not in a forked child, which has nothing to report
+            self._stop.set()
+            if self._thread is not threading.current_thread():
+                self._thread.join(_FAREWELL)
 
     def _run(self) -> None:
-        while not self._stop.wait(EVERY):
-            if self._executor() is None:
-                atexit.unregister(self.close)
-                break
+        # No callback of the reference sets the event: it may come while this thread holds its lock.
+        while not self._stop.wait(EVERY) and self._executor() is not None:
             self._guarded(self._report)
         self._guarded(self._end)
+        atexit.unregister(self.close)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Try something that needs the cluster; failures end neither the training nor the thread,
@@ -102,37 +85,36 @@ class Reporter:
             return
         stats = executor.stats()
         self._count(stats)
-        self._key = f"{ray_api.job()}:{os.getpid()}:{stats.name}"
-        window = stats.since(self._history[0] if len(self._history) > 1 else None)
+        window = stats.since(self._history[0])
         entry = status.entry(stats, window, socket.gethostname(), os.getpid())
-        ray_api.put_entry(self._key, json.dumps(entry))
+        ray_api.put_entry(stats.name, json.dumps(entry))
         self._reports += 1
         if self._reports % _SUMMARY == 0:
-            shown = self._history[-1 - _SUMMARY] if len(self._history) > _SUMMARY else None
-            for replica in stats.since(shown).replicas:
+            slots = [*executor.replica_set.slots.values()]
+            for replica in stats.since(self._history[-1 - _SUMMARY]).replicas:
                 if replica.busy and replica.state == "ready":
-                    executor.show(replica.index, summary(replica))
+                    slots[replica.index].client.show(summary(replica))
 
     def _count(self, stats: ExecutorStats) -> None:
         """Add what is new to the metrics."""
-        new = stats.since(self._history[-1] if self._history else None)
+        for name, tags, value in increments(stats.since(self._history[-1])):
+            ray_api.count(name, COUNTERS[name], tags, value)
         self._history.append(stats)
-        for metric, tags, value in increments(new):
-            ray_api.record(self._counters[metric], value, tags)
         there = []
         for replica in stats.replicas:
             tags = {**tags_of(replica, stats.name), "gpu": replica.gpu, "pid": str(replica.pid)}
             there.append(tags)
-            ray_api.record(self._info, float(replica.state == "ready"), tags)
+            ray_api.gauge(*INFO, tags, float(replica.state == "ready"))
         for tags in self._there:
             if tags not in there:  # the process was replaced
-                ray_api.record(self._info, 0.0, tags)
+                ray_api.gauge(*INFO, tags, 0.0)
         self._there = there
 
     def _end(self) -> None:
-        if self._final is not None:
-            self._count(self._final)
+        executor = self._executor()
+        if executor is not None:
+            self._count(executor.stats())
         for tags in self._there:
-            ray_api.record(self._info, 0.0, tags)
-        if self._key:
-            ray_api.delete_entry(self._key)
+            ray_api.gauge(*INFO, tags, 0.0)
+        if self._history[-1] is not None:
+            ray_api.delete_entry(self._history[-1].name)
