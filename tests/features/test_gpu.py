@@ -325,8 +325,9 @@ def printed(script: str, *arguments: str) -> list[str]:
     path = Path(__file__).parents[1] / "support" / script
     command = [sys.executable, str(path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.stdout.splitlines()[-1] == "right", done.stdout + done.stderr
-    return done.stdout.splitlines()[-4:]
+    lines = [line for line in done.stdout.splitlines() if "(raylet)" not in line]  # may come late
+    assert lines[-1] == "right", done.stdout + done.stderr
+    return lines[-4:]
 
 
 @pytest.mark.long
@@ -356,9 +357,8 @@ def test_weights_and_gradients_go_from_gpu_to_gpu(how: str, plan: list[str]) -> 
     trial fails, as with places in the wrong order (N4).
     """
     said, link, sizes, _ = printed("nccl_script.py", how, "2", *plan)
-    assert link == (
-        "link: windows" if how in ("permuted", "hangs", "stalls") else "link: nccl + windows"
-    )
+    by_host = how in ("permuted", "hangs", "stalls")
+    assert link == ("link: windows" if by_host else "link: nccl + windows")
     if not how and not plan:
         assert "go by NCCL" in said
         (near_in, near_out), (far_in, far_out) = ast.literal_eval(sizes.removeprefix("bytes: "))
