@@ -183,7 +183,7 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
         f"({'; '.join(each) or 'which book nothing'}{labels}); after "
         f"{options.placement_timeout:g} s those for device_ids {ids} had no place. Free now: "
-        f"{ray_api.free(('GPU', 'CPU', *options.resources))}, on {len(nodes())} node(s). Close "
+        f"{ray_api.free(('GPU', 'CPU', *options.resources))}, on {len(nodes())} node(s): close "
         "other executors, end what `ray list placement-groups` shows, add nodes, book less, or use "
         "fewer device_ids or 'cpu' entries"
     )
