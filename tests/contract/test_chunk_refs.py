@@ -21,7 +21,7 @@ import pytest
 import ray
 import torch
 import torch.nn.functional as F
-from harness import assert_same_grads, carried
+from harness import assert_same_grads, carried, kill
 from mortal import rows, survives
 from ray._private.worker import global_worker
 from torch import Tensor, nn
@@ -186,6 +186,22 @@ def test_T7_prepare_is_that_of_this_process(
     expected = model.module(x * 2)
     for _ in range(2):
         torch.testing.assert_close(model(ChunkRefs(refs, late.prepare)), expected)
+
+
+def test_T7_a_replay_calls_what_was_called(killable: Executor) -> None:
+    """As it was then, and not as the program has changed it since."""
+    model, factor, x = DataParallel(net(), executor=killable), [2.0], torch.randn(4, 5)
+    plain = copy.deepcopy(model.module)
+
+    def called(module: Any, x: Tensor) -> Tensor:
+        return module(x) * factor[0]  # type: ignore[no-any-return]
+
+    out = model.run(called, ChunkRefs(put(x, 2, 2)))
+    factor[0] = 100.0
+    kill(killable, 0)
+    out.sum().backward()
+    (plain(x) * 2).sum().backward()
+    assert_same_grads(model.module, plain)
 
 
 def test_T7_no_gradient_for_an_object(executors: Any) -> None:

@@ -306,11 +306,17 @@ def test_T6_it_has_to_be_known_how_losses_add_up(executors: Any) -> None:
             model.with_loss(own)
     x, y = torch.randn(ROWS, 5), torch.arange(ROWS) % 4
     compared(model.with_loss(Similar()), copy.deepcopy(net), Similar(), x, y)
+    hooked = nn.CrossEntropyLoss()
+    late = model.with_loss(hooked, reduction="mean")
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="got, or lost, hooks"):
+        late(x, y)
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (nn.CrossEntropyLoss, {}, "got <class"),
         ("mse", {}, "got 'mse'"),
         (nn.MSELoss(), {"reduction": "sum"}, "MSELoss has reduction='mean'"),
         (nn.MSELoss(), {"count": words}, "takes no count"),
+        (nn.MSELoss(reduction="nonsense"), {}, "'nonsense', expected 'mean'"),
         (of_words, {"count": 3}, "count must be a function, got int"),
         (of_words, {"count": words, "reduction": "sum"}, "a count for a mean alone"),
         (of_words, {"reduction": "batchmean"}, "of of_words: expected"),

@@ -758,7 +758,9 @@ def test_T3_parameters_and_state_that_change(two: Executor) -> None:
         net.head = nn.Linear(8, 2)
         advance(model, first, 3)
         second = optimizer_of(model, inside, kind, lr=0.1)
+        second.add_param_group({"params": []})
         advance(model, second, 4)
+        del second.param_groups[-1]
         results.append([t.clone() for t in model.state_dict().values()])
         if inside:
             assert "made later" in str(raised(first.step))
