@@ -351,9 +351,8 @@ class Forward:
         leaves: list[Leaf] = []
         known: dict[int, int] = {}
         marks = {master: master.mark() for master in {call.chunk.master for call in self.calls}}
-        alike: dict[
-            tuple[Master, bool], list[int | None]
-        ] = {}  # where chunks reach the same leaves
+        # Where chunks reach the same leaves.
+        alike: dict[tuple[Master, bool], list[int | None]] = {}
         parts: dict[int, Part] = {}
         optional = self.settings.unused == "none"
         for call, answer, row in zip(self.calls, answers, rows, strict=True):
