@@ -19,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,9 +81,8 @@ def places(file: str, text: str) -> Iterator[Mutant]:
 def survives(copy: Path, tests: Iterable[str], limit: float) -> bool:
     """Return if tests of a copy pass. One that hangs has been noticed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    command += ["-n", "2", "--dist", "loadfile", "--timeout", "90", "--no-header"]
     process = subprocess.Popen(
-        command,
+        [*command, "--timeout", "90", "--no-header"],
         cwd=copy,
         env={**os.environ, "PYTHONPATH": str(copy)},
         stdout=subprocess.DEVNULL,
@@ -98,6 +99,26 @@ def survives(copy: Path, tests: Iterable[str], limit: float) -> bool:
             process.wait()
 
 
+def lives(mutant: Mutant, copies: SimpleQueue[Path], limit: float) -> bool:
+    """Try a mutant in one of the copies, and say what became of it."""
+    copy = copies.get()
+    path = copy / "raydp_parallel" / mutant.file
+    text = path.read_text()
+    began = time.monotonic()
+    try:
+        path.write_text(text[: mutant.start] + mutant.text + text[mutant.end :])
+        first = [f"tests/{name}" for name in FILES.get(mutant.file, ())]
+        alive = (not first or survives(copy, first, limit)) and survives(copy, TESTS, limit)
+    finally:
+        path.write_text(text)
+        copies.put(copy)
+    was = " ".join(text[mutant.start : mutant.end].split())
+    word, seconds = "LIVES" if alive else "noticed", time.monotonic() - began
+    print(f"{word} {seconds:4.0f} s  {mutant.file}:{mutant.line}  {was}  ->  {mutant.text}")
+    sys.stdout.flush()
+    return alive
+
+
 def main() -> None:
     """Draw mutants, try each, and print those that live."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -105,32 +126,25 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=15, help="mutants of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=900, help="seconds for the tests of one")
+    parser.add_argument("--at-once", type=int, default=2, help="how many are tried at once")
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "results")
-        shutil.copytree(ROOT, copy, ignore=ignored)
-        for file in options.files:
-            path = copy / "raydp_parallel" / file
-            text = path.read_text()
-            found = sorted(places(file, text))
-            chosen = draw.sample(found, min(options.each, len(found)))
-            lived = 0
-            for mutant in chosen:
-                path.write_text(text[: mutant.start] + mutant.text + text[mutant.end :])
-                began = time.monotonic()
-                first = [f"tests/{name}" for name in FILES.get(file, ())] or TESTS
-                alive = survives(copy, first, options.limit)
-                alive = alive and (first is TESTS or survives(copy, TESTS, options.limit))
-                lived += alive
-                was = " ".join(text[mutant.start : mutant.end].split())
-                word = "LIVES" if alive else "noticed"
-                seconds = time.monotonic() - began
-                print(f"{word} {seconds:4.0f} s  {file}:{mutant.line}  {was}  ->  {mutant.text}")
-                sys.stdout.flush()
-            path.write_text(text)
-            print(f"{file}: {len(chosen) - lived} of {len(chosen)} noticed, of {len(found)} places")
+    chosen: list[Mutant] = []
+    for file in options.files:
+        found = sorted(places(file, (ROOT / "raydp_parallel" / file).read_text()))
+        print(f"{file}: {len(found)} places")
+        chosen += draw.sample(found, min(options.each, len(found)))
+    draw.shuffle(chosen)  # who ends it early has tried some of each file
+    ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "results")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for n in range(options.at_once):
+            copies.put(Path(folder) / f"copy{n}")
+            shutil.copytree(ROOT, Path(folder) / f"copy{n}", ignore=ignored)
+        lived = [*pool.map(lambda mutant: lives(mutant, copies, options.limit), chosen)]
+    for file in options.files:
+        own = [alive for mutant, alive in zip(chosen, lived, strict=True) if mutant.file == file]
+        print(f"{file}: {len(own) - sum(own)} of {len(own)} noticed")
 
 
 if __name__ == "__main__":

@@ -29,14 +29,10 @@ class RemoteReplica:
 
     It is the module as it is when called: edits since `replicate` are seen. Methods and submodules
     can be called, too.
-
-    Attributes:
-        module: The master copy.
-        device_id: Where the replica runs.
     """
 
-    module: nn.Module
-    device_id: DeviceId
+    module: nn.Module  # the master copy
+    device_id: DeviceId  # where the replica runs
     _slot: ReplicaSlot
     _executor: Executor
     _detach: bool
@@ -73,10 +69,10 @@ class RemoteReplica:
         """Make a chunk of arguments for this replica. An exception names its number, if any."""
         where = None if number is None else f"in replica {number} on device {self.device_id}"
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
-        rows = batch.rows(positional, kwargs, dim)
-        return ForwardChunk(
-            self._slot, self.module, positional, kwargs, where, rows, self._detach, self._called
-        )
+        given = self._slot, self.module, positional, kwargs, where
+        rows = next(batch.sizes((positional, kwargs), dim), 0)
+        refs = bool(batch.find_refs((positional, kwargs)))
+        return ForwardChunk(*given, rows, refs, self._detach, self._called)
 
     def __reduce__(self) -> tuple[object, ...]:
         module, device, _, *rest = vars(self).values()

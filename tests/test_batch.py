@@ -21,9 +21,9 @@ from raydp_parallel.batch import (
     containers,
     gather,
     register_batch_type,
-    rows,
     scatter,
     scatter_kwargs,
+    sizes,
 )
 from raydp_parallel.batch.splitting import weighted_sizes
 
@@ -507,7 +507,7 @@ def test_arguments_are_split_together(batch, setting):
     expected = [len(chunk) for chunk in torch.arange(size).chunk(count)]
     for args, kwargs in (((value,), {"setting": setting}), ((setting,), {"value": value})):
         chunks = [*zip(*scatter_kwargs(args, kwargs, range(count), dim), strict=True)]
-        assert [rows(*chunk, dim) for chunk in chunks] == expected
+        assert [next(sizes(chunk, dim), 0) for chunk in chunks] == expected
         found = [named.get("setting", *given) for given, named in chunks]
         same(found, [setting] * len(expected))
 
@@ -606,7 +606,7 @@ def test_X2_all_values_of_a_call_are_split_alike():
     register_batch_type(Graphs, scatter=split, gather=join_graphs)
     value = (numbers(5), packed(LENGTHS)), {"graphs": Graphs("abcde")}
     inputs, kwargs = scatter_kwargs(*value, TWO, weights=(4, 1))
-    assert [rows(chunk, None, 0) for chunk in inputs] == [4, 1]
+    assert [next(sizes(chunk, 0)) for chunk in inputs] == [4, 1]
     assert [int(chunk[1].batch_sizes[0]) for chunk in inputs] == [4, 1]
     assert [len(chunk["graphs"].items) for chunk in kwargs] == [4, 1]
     assert [len(chunk.items) for chunk in scatter(Graphs("abcde"), TWO)] == [3, 2]

@@ -12,7 +12,6 @@ from raydp_parallel.batch.containers import registered as registered
 from raydp_parallel.batch.containers import tensors_in as tensors_in
 from raydp_parallel.batch.joining import gather as gather
 from raydp_parallel.batch.joining import output_place as output_place
-from raydp_parallel.batch.splitting import rows as rows
 from raydp_parallel.batch.splitting import scatter as scatter
 from raydp_parallel.batch.splitting import scatter_kwargs as scatter_kwargs
 from raydp_parallel.batch.splitting import sizes as sizes

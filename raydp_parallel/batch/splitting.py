@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,16 +41,18 @@ def weighted_sizes(rows: int, chunks: int, weights: Sequence[float]) -> list[int
     return sizes
 
 
+@dataclass
 class _Plan:
     """How values are cut, and the cuts made so far: path, size (None if a rule cut it), chunks."""
 
-    def __init__(self, chunks: int, dim: int, weights: Sequence[float] | None = None) -> None:
-        if not chunks:
+    chunks: int
+    dim: int
+    weights: Sequence[float] | None = None
+    cuts: list[tuple[str, int | None, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.chunks:
             raise RuntimeError("Expected at least one device to scatter to")
-        self.chunks = chunks
-        self.dim = dim
-        self.weights = weights
-        self.cuts: list[tuple[str, int | None, int]] = []
 
     def sizes(self, rows: int) -> list[int]:
         """The rows of each chunk: as `torch.chunk` cuts them, or in proportion to weights."""
@@ -143,13 +146,10 @@ def scatter_kwargs(
     return tuple(positional[:chunks]), tuple(keyword[:chunks])
 
 
-def rows(inputs: object, kwargs: object, dim: int) -> int:
-    """How many rows a chunk has: the size along ``dim`` of its first tensor that has one."""
-    return next(sizes((inputs, kwargs), dim), 0)
-
-
 def sizes(value: object, dim: int) -> Iterator[int]:
-    """The sizes of a chunk's tensors along the dimension along which the batch was split."""
+    """The sizes of a chunk's tensors along the dimension along which the batch was split. The first
+    one is how many rows it has.
+    """
     for leaf in containers.leaves(value):
         if isinstance(leaf, PackedSequence):
             yield int(leaf.batch_sizes[0])

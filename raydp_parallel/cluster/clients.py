@@ -40,15 +40,11 @@ class ActorClient:
 
     link = "ray"  # how bytes go
     closed = False  # this end has hung up
-    sent = received = 0
+    sent = received = 0  # bytes of tensors
 
     def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
         self.actor, self.hello, self._life = actor, hello, life
         self._in_session = ray_api.session()
-
-    def moved(self) -> tuple[int, int]:
-        """Return the bytes of tensors that were sent and received."""
-        return self.sent, self.received
 
     @contextlib.contextmanager
     def _line(self, timeout: float | None) -> Iterator[None]:
@@ -130,10 +126,6 @@ class NearClient(ActorClient):
         self._poll.register(self._process, select.POLLIN)
         self._poll.register(sock, select.POLLIN)
 
-    def moved(self) -> tuple[int, int]:
-        """Return both numbers."""
-        return self._channel.sent, self._channel.received
-
     def try_ipc(self, device: torch.device) -> None:
         """Let windows lie on a GPU that both processes have, if that works; else raise."""
         try_ipc(self._channel, device)
@@ -143,6 +135,7 @@ class NearClient(ActorClient):
         """Send a request; raises `Gone`."""
         with self._line(timeout):
             self._channel.send(request, timeout)
+            self.sent = self._channel.sent
 
     def receive(self, timeout: float | None, home: torch.device = _CPU) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
@@ -158,10 +151,12 @@ class NearClient(ActorClient):
             if self._socket not in dict(ready):
                 raise EOFError
             try:
-                return self._channel.receive(timeout, home)
+                found = self._channel.receive(timeout, home)
             except OSError:  # some of the frame is lost
                 self.close()
                 raise
+            self.received = self._channel.received
+            return found
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from raydp_parallel import errors
@@ -33,44 +34,31 @@ _LOOK = 0.02
 """Seconds between two looks of a call that waits for a new replica."""
 
 
+@dataclass(eq=False)
 class ReplicaSlot:
-    """One place of an executor, and the replica that it has now.
+    """One place of an executor, and the replica that it has now."""
 
-    Attributes:
-        place, index: The device, its number in the executor.
-        client: The client of its replica, or of the last one.
-        life: The number of processes that it has had.
-        state: ``"ready"``, ``"starting"`` (after its cluster was left), ``"dead"``, ``"away"`` (an
-            elastic executor has no room for it) or ``"closed"``.
-        answered: True if its replica has answered a call.
-        cause: The cause of its last death.
-        in_vain: How many of its processes ended, one after the other, before they answered.
-        successor: The next replica, while one starts.
-        forget: Keys of graphs that the next message tells the replica to drop.
-        revisions: The state that it holds, by the model's number.
-        pending: The request that it has not answered yet.
-    """
-
-    def __init__(self, place: Place, index: int) -> None:
-        self.place, self.index = place, index
-        self.client: Any = None
-        self.life = self.in_vain = 0
-        self.state = "away"
-        self.cause = ""
-        self._reset()
-
-    def _reset(self) -> None:
-        self.answered = False
-        self.successor: Successor | None = None
-        self.forget: list[int] = []
-        self.revisions: dict[int, int] = {}
-        self.pending: Any = None
+    place: Place
+    index: int  # its number in the executor
+    client: Any = None  # of its replica, or of the last one
+    life: int = 0  # the number of processes that it has had
+    # "ready", "starting" (after its cluster was left), "dead", "away" (an elastic executor has no
+    # room for it) or "closed".
+    state: str = "away"
+    cause: str = ""  # of its last death
+    in_vain: int = 0  # processes that ended, one after the other, before they answered
+    successor: Successor | None = None  # the next replica, while one starts
+    # Of the replica that it has now.
+    answered: bool = False  # a call
+    forget: list[int] = field(default_factory=list)  # keys of graphs that it is told to drop next
+    revisions: dict[int, int] = field(default_factory=dict)  # the states of models, by number
+    pending: Any = None  # the request that it has not answered yet
 
     def install(self, client: Client) -> None:
         """Take a new replica, which holds nothing."""
-        self.client, self.state = client, "ready"
+        self.client, self.state, self.successor = client, "ready", None
         self.life += 1
-        self._reset()
+        self.answered, self.forget, self.revisions, self.pending = False, [], {}, None
 
     @property
     def ready(self) -> bool:
@@ -93,21 +81,13 @@ class ReplicaSlot:
 class Successor(threading.Thread):
     """The next replica of a slot. A thread of its own starts it, and never takes the set's lock:
     the next call picks up what it started.
-
-    Args:
-        slot: The slot.
-        starter: Starts it.
-        died: Says that the last one died, and Ray is asked why; empty if none did.
-
-    Attributes:
-        client: Its client, once it has started.
-        problem: Why it has not started yet, or never will.
     """
 
     def __init__(self, slot: ReplicaSlot, starter: Starter, died: str) -> None:
+        # That the last one died is said, and Ray is asked why; nothing if none did.
         super().__init__(name="raydp-respawn", daemon=True)
-        self.client: Client | None = None
-        self.problem: errors.ParallelError | None = None
+        self.client: Client | None = None  # once it has started
+        self.problem: errors.ParallelError | None = None  # why not yet, or never
         self._slot, self._starter, self._dead, self._died = slot, starter, slot.client, died
         self.start()
 
@@ -148,22 +128,15 @@ class Successor(threading.Thread):
 
 
 class ReplicaSet:
-    """The slots of an executor. Whoever changes or calls them holds the lock.
-
-    Attributes:
-        slots: The slots by place, in the order in which they were first filled.
-        recorder: The executor's counters.
-        closed: True if it was closed.
-        forked: True if the replicas are those of the process from which this one was forked.
-        lock: The lock.
-        threads: `Starter.threads`, once there was a replica.
-    """
+    """The slots of an executor. Whoever changes or calls them holds the lock."""
 
     def __init__(self, options: Options, name: str) -> None:
         self.options = options
+        # By place, in the order in which they were first filled.
         self.slots: dict[Place, ReplicaSlot] = {}
         self.recorder = Recorder(name)
-        self.closed = self.forked = False
+        self.closed = False
+        self.forked = False  # True where replicas are of the process that this one was forked from
         self.lock = threading.RLock()
         self._starter: Starter | None = None
         _sets.add(self)

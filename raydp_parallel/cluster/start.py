@@ -41,17 +41,12 @@ _BETWEEN_LOOKS = 1.0
 
 
 class Starter:
-    """Starts the replicas of one executor, in the cluster that is connected now.
-
-    Attributes:
-        alive: Tells if that is still connected.
-        ended: Is set when nobody needs further replicas.
-    """
+    """Starts the replicas of one executor, in the cluster that is connected now."""
 
     def __init__(self, name: str, options: Options) -> None:
         ray_api.connect()
-        self.alive = ray_api.session()
-        self.ended = threading.Event()
+        self.alive = ray_api.session()  # tells if that is still connected
+        self.ended = threading.Event()  # set when nobody needs further replicas
         self._name, self._options = name, options
         self._holds = Holds(name, options)
         self._ways = options.ways

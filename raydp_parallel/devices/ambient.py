@@ -137,7 +137,7 @@ def capture() -> CallContext:
         autocast=tuple(autocast),
         autocast_cache=torch.is_autocast_cache_enabled(),
         anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        flags=_flags(),
+        flags=tuple([read() for read in _READS]),
     )
 
 
@@ -145,7 +145,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
     """Run a block under the caller's state. Process-wide settings stay set, because the next call
     most often has the same.
     """
-    if _flags() != context.flags:
+    if tuple([read() for read in _READS]) != context.flags:
         for (read, write), value in zip(_FLAGS, context.flags, strict=True):
             if value is not None and read() != value:
                 write(value)
@@ -164,10 +164,6 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
                 torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1])
             )
         return stack.pop_all()
-
-
-def _flags() -> tuple[object, ...]:
-    return tuple([read() for read in _READS])
 
 
 _NO_TRANSFORMS = (

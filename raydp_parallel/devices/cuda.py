@@ -26,29 +26,17 @@ _DRIVER = ("/dev/nvidiactl", "/dev/dxg")
 
 
 class Hello(NamedTuple):
-    """A replica's description of itself.
-
-    Attributes:
-        pid: Its process.
-        node: Ray's id of its node.
-        device: Its device as its process sees it.
-        gpu: Name of its GPU, empty on a CPU.
-        gpu_uuid: The GPU's uuid, empty on a CPU.
-        memory: Bytes of the GPU's memory, 0 on a CPU.
-        processors: The GPU's multiprocessors, 0 on a CPU.
-        cores: Cores that a CPU replica may use, 0 on a GPU.
-        near: True if the driver calls it over a socket.
-    """
+    """A replica's description of itself. On a CPU all that is a GPU's is empty, or 0."""
 
     pid: int
-    node: str
-    device: str
-    gpu: str = ""
+    node: str  # Ray's id
+    device: str  # as its process sees it
+    gpu: str = ""  # the GPU's name
     gpu_uuid: str = ""
-    memory: int = 0
-    processors: int = 0
-    cores: int = 0
-    near: bool = False
+    memory: int = 0  # bytes of the GPU's
+    processors: int = 0  # the GPU's multiprocessors
+    cores: int = 0  # that a CPU replica may use; 0 on a GPU
+    near: bool = False  # the driver calls it over a socket
 
 
 def take_given(kind: str, ids: Sequence[str]) -> torch.device:

@@ -40,16 +40,12 @@ class Layout:
     Args:
         specs: The tensors' geometry.
         align: Each begins at a multiple of so many bytes.
-
-    Attributes:
-        offsets: Where each tensor begins.
-        size: The bytes of all.
     """
 
     def __init__(self, specs: Sequence[Spec], align: int = ALIGN) -> None:
         self.specs = tuple(specs)
-        self.offsets: list[int] = []
-        self.size = 0
+        self.offsets: list[int] = []  # where each begins
+        self.size = 0  # the bytes of all
         self._runs: list[tuple[torch.dtype, int, int]] = []
         for spec in self.specs:
             begin = self.size
@@ -88,37 +84,25 @@ def part(layout: Layout, begin: int, after: int) -> Layout:
 
 
 class Row(list[Any]):
-    """Tensors, and None, that travel without a look of pickle at each.
+    """Tensors, and None, that travel without a look of pickle at each."""
 
-    Attributes:
-        layout: How those of a row that came lie in its memory; None if they lie apart.
-        memory: The bytes of all.
-        present: Which places have one; None if all do.
-    """
-
-    layout: Layout | None = None
-    memory: Tensor
-    present: bytes | None = None
+    layout: Layout | None = None  # of those of a row that came; None if they lie apart
+    memory: Tensor  # the bytes of all
+    present: bytes | None = None  # which places have one; None if all do
 
 
 class Run:
-    """Memory in which rows of tensors lie.
+    """Memory in which rows of tensors lie."""
 
-    Attributes:
-        memory: All of it, as a flat tensor of bytes.
-        size: Their number, a multiple of `ALIGN`.
-        map: Maps it into this process; None on a GPU.
-        registered: True if CUDA knows it as memory of the host; None if that was not tried.
-    """
-
-    map: mmap.mmap | None = None
+    map: mmap.mmap | None = None  # maps it into this process; None on a GPU
 
     MOST = 256
     """Layouts that one sender uses: more are shapes that never come again."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory, self.size = memory, memory.numel()
-        self.registered: bool | None = None
+        self.memory = memory  # all of it, as a flat tensor of bytes
+        self.size = memory.numel()  # a multiple of `ALIGN`
+        self.registered: bool | None = None  # as memory of the host with CUDA; None: not tried
         self._views: dict[int, tuple[Layout, list[Tensor]]] = {}
 
     def views(self, layout: Layout) -> list[Tensor]:

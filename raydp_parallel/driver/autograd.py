@@ -132,20 +132,15 @@ class EnginePass(NamedTuple):
     made: list[tuple[Tensor, torch.cuda.Stream]]  # on GPUs, each with the stream that writes it
 
 
+@dataclass(eq=False)
 class GraphHandle:
-    """Lives as long as torch would keep a graph, and then lets replicas free theirs.
+    """Lives as long as torch would keep a graph, and then lets replicas free theirs."""
 
-    Args:
-        graphs: The chunks' graphs.
-        parents: Handles of the graphs that these share nodes with.
-    """
-
-    def __init__(self, graphs: Sequence[RemoteGraph], parents: Sequence[GraphHandle] = ()) -> None:
-        self._graphs = graphs
-        self._parents = list(dict.fromkeys(parents))
+    graphs: Sequence[RemoteGraph]  # the chunks'
+    parents: Sequence[GraphHandle] = ()  # of the graphs that these share nodes with
 
     def __del__(self) -> None:
-        for graph in self._graphs:
+        for graph in self.graphs:
             graph.drop()
 
 
@@ -251,13 +246,7 @@ class Join(Function):
 
 
 class Backward:
-    """The backward of a call's chunks that have gradients.
-
-    Args:
-        call: The call.
-        stash: The gradients.
-        needed: The leaves that get some.
-    """
+    """The backward of a call's chunks that have gradients, for the leaves that need some."""
 
     def __init__(self, call: CallNode, stash: Stash, needed: Set[int]) -> None:
         self._call, self._stash, self._needed = call, stash, needed
@@ -277,10 +266,8 @@ class Backward:
         self._keep = keep or any(one.shared for one in stash)
 
     def collect(self, captured: bool) -> list[Tensor | None]:
-        """First order: sum the chunks' gradients.
-
-        Args:
-            captured: True if the program gets them, and not ``.grad``.
+        """First order: sum the chunks' gradients. If they are captured, the program gets them, and
+        not ``.grad``.
         """
         call, parts = self._call, self._call.parts
         with call.executor.trip():
@@ -307,10 +294,8 @@ class Backward:
         return call.settle(sums, self._needed - kept, filled)
 
     def derive(self, pinned: Sequence[GraphHandle]) -> list[Tensor | None]:
-        """Higher order: the same trip, with results that can be differentiated again.
-
-        Args:
-            pinned: Handles of the graphs that it is derived from.
+        """Higher order: the same trip, with results that can be differentiated again. The handles
+        are those of the graphs that it is derived from.
         """
         call = self._call
         leaves: list[Leaf] = []
@@ -318,7 +303,7 @@ class Backward:
         for one in (*self._stash, derived):
             one.shared = True
         self._graphs = {i: RemoteGraph(next(call.executor.keys)) for i in self._given}
-        handle = GraphHandle([*self._graphs.values()], pinned)
+        handle = GraphHandle([*self._graphs.values()], [*dict.fromkeys(pinned)])
         rows: dict[int, list[Tensor]] = {}
         places: list[tuple[int, int, int]] = []
         with call.executor.trip():
@@ -368,11 +353,8 @@ class Backward:
         return answers
 
     def _trips(self, seats: Sequence[ExchangeRequest], plain: int) -> list[_Trip]:
-        """Make the chunks' calls.
-
-        Args:
-            seats: Their places in a group of replicas, if they have one.
-            plain: The fate of parameters' gradients that are not kept.
+        """Make the chunks' calls, with places in a group of replicas, if they have one, and the
+        plain fate of parameters' gradients that are not kept.
         """
         call, context = self._call, ambient.capture()
         threads = call.executor.replica_set.threads(len(call.parts))
@@ -462,19 +444,12 @@ class Backward:
 
 
 class _Trip(Call):
-    """One chunk's backward.
-
-    Args:
-        part: The chunk.
-        graphs: The graphs that have gradients.
-        request: The request.
-        makes: The graph that it makes.
-    """
+    """One chunk's backward."""
 
     def __init__(
         self,
         part: Part,
-        graphs: Sequence[RemoteGraph],
+        graphs: Sequence[RemoteGraph],  # those that have gradients
         request: BackwardRequest,
         makes: RemoteGraph | None,
     ) -> None:

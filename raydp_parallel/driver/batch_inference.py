@@ -26,13 +26,8 @@ def check(in_flight: object, on_error: object) -> None:
 def outputs(
     batches: Iterable[object], begin: Begin, in_flight: int, on_error: OnError
 ) -> Generator[Any, None, None]:
-    """Yield the output of each batch, in order.
-
-    Args:
-        batches: The batches.
-        begin: Sends one.
-        in_flight: The most that are sent and have not given their outputs.
-        on_error: ``"raise"`` if a batch that fails ends everything.
+    """Yield the output of each batch, in order. So many may be ``in_flight``: they are sent, and
+    have not given their outputs.
     """
     flying: deque[tuple[int, Callable[[], Any]]] = deque()
     sent = ((at, begin(at, *_arguments(batch))) for at, batch in enumerate(batches))

@@ -50,21 +50,14 @@ _MOST_SILENT = 2
 """Deaths of one chunk, and calls without an answer, after which it is taken for their cause."""
 
 
+@dataclass(slots=True, eq=False)
 class RemoteGraph:
-    """A graph in a replica.
+    """A graph in a replica."""
 
-    Attributes:
-        key: Its key there.
-        recipe: The calls that make it again; None if it cannot be made again.
-    """
-
-    __slots__ = ("key", "life", "recipe", "slot")
-
-    def __init__(self, key: int) -> None:
-        self.key = key
-        self.slot: ReplicaSlot | None = None
-        self.life = 0
-        self.recipe: list[Call] | None = None
+    key: int  # its number there
+    slot: ReplicaSlot | None = None
+    life: int = 0  # that of the slot's replica
+    recipe: list[Call] | None = None  # the calls that make it again; None if it cannot be made
 
     def on(self, slot: ReplicaSlot) -> bool:
         """Tell if a slot's replica has it."""
@@ -87,48 +80,29 @@ class RemoteGraph:
 
 
 class Chunk(NamedTuple):
-    """One chunk of a call, for all that carry it.
+    """One chunk of a call, for all that carry it."""
 
-    Attributes:
-        number: Its number, from which its random numbers follow.
-        slot: The slot that it is for.
-        master: Its model.
-        where: The place that an exception names; None raises it as it is.
-        first: True if its writes come back.
-    """
-
-    number: int
-    slot: ReplicaSlot
+    number: int  # from which its random numbers follow
+    slot: ReplicaSlot  # that it is for
     master: Master
-    where: str | None
-    first: bool
+    where: str | None  # the place that an exception names; None raises it as it is
+    first: bool  # its writes come back
 
 
+@dataclass(eq=False)
 class Call:
-    """One request, for whatever replica gets it. See [Note: a call is data].
+    """One request, for whatever replica gets it. See [Note: a call is data]."""
 
-    Args:
-        slot: The slot that it is for.
-        phase: The kind of call, for messages.
-        message: The request, if it is the same for all replicas.
-        master: Its model, if it has one.
-
-    Attributes:
-        needs: Graphs that it needs, and what it adds to.
-        recipes: Calls that make these again, also when torch has freed them.
-        makes: The graph that it makes.
-        work: The rows of the chunk, and the class of the module that runs forward, for statistics.
-    """
-
-    work = 0, ""
-
-    def __init__(
-        self, slot: ReplicaSlot, phase: str, message: Any = None, master: Master | None = None
-    ) -> None:
-        self.slot, self.phase, self.message, self.master = slot, phase, message, master
-        self.needs: Sequence[RemoteGraph] = ()
-        self.recipes: dict[RemoteGraph, list[Call] | None] = {}
-        self.makes: RemoteGraph | None = None
+    slot: ReplicaSlot  # that it is for
+    phase: str  # the kind of call, for messages
+    message: Any = None  # the request, if it is the same for all replicas
+    master: Master | None = None
+    needs: Sequence[RemoteGraph] = ()  # graphs that it needs, and what it adds to
+    # Calls that make these again, also when torch has freed them.
+    recipes: dict[RemoteGraph, list[Call] | None] = field(default_factory=dict)
+    makes: RemoteGraph | None = None
+    # The rows of the chunk, and the class of the module that runs forward, for statistics.
+    work: tuple[int, str] = (0, "")
 
     def prepare(self, slot: ReplicaSlot) -> None:
         """See to what the request takes for granted of a slot's replica."""
@@ -182,42 +156,25 @@ def _own(value: Any) -> Any:
 
 @dataclass
 class Flight:
-    """The chunks of one call on their way.
+    """The chunks of one call on their way."""
 
-    Attributes:
-        calls: One call for each chunk.
-        grouped: True if replicas exchange tensors meanwhile: they may wait for each other.
-        together: True if layers of the module do, so that no chunk can run again alone.
-        taking: Adds the gradients of answers as they come; those returned have none then.
-        attempt: The number of the attempt.
-        sent: The requests of this attempt, by chunk.
-        answers: The answers, by chunk.
-        taken: How many values were taken.
-        deaths: Deaths of replicas that may be the chunk's fault, by chunk.
-    """
-
-    calls: Sequence[Call]
-    grouped: bool = False
-    together: bool = False
-    taking: Sums | None = None
+    calls: Sequence[Call]  # one for each chunk
+    grouped: bool = False  # replicas exchange tensors meanwhile: they may wait for each other
+    together: bool = False  # layers of the module do, so that no chunk can run again alone
+    taking: Sums | None = None  # adds gradients as they come; answers have none then
     attempt: int = 0
-    sent: dict[int, Pending] = field(default_factory=dict)
-    answers: dict[int, Answer] = field(default_factory=dict)
-    taken: int = 0
-    deaths: Counter[int] = field(default_factory=Counter)
+    sent: dict[int, Pending] = field(default_factory=dict)  # in this attempt, by chunk
+    answers: dict[int, Answer] = field(default_factory=dict)  # by chunk
+    taken: int = 0  # how many gradients were added
+    deaths: Counter[int] = field(default_factory=Counter)  # that may be the chunk's fault, by chunk
 
 
 class Dispatcher:
-    """Runs chunks on the replicas of a set.
-
-    Args:
-        replica_set: The replicas.
-        groups: The groups in which they exchange tensors, by their members.
-    """
+    """Runs chunks on the replicas of a set."""
 
     def __init__(self, replica_set: ReplicaSet, groups: dict[object, Group]) -> None:
         self._set = replica_set
-        self._groups = groups
+        self._groups = groups  # in which they exchange tensors, by their members
 
     def start(self, flight: Flight) -> Flight:
         """Send the chunks that have no answer, as far as there are replicas for them."""
@@ -364,13 +321,8 @@ class Dispatcher:
     def send(
         self, slot: ReplicaSlot, call: Call, attempt: int = 0, life: int | None = None
     ) -> Pending:
-        """Send a call to a slot. If its replica is gone, what is returned says so.
-
-        Args:
-            slot: The slot.
-            call: The call.
-            attempt: The number of the attempt.
-            life: The slot's life for which it was prepared; None if nothing was.
+        """Send a call to a slot, prepared for a life of it, if at all. If its replica is gone, what
+        is returned says so.
         """
         self.settle(slot)
         pending = Pending(slot, call, slot.life)
@@ -386,7 +338,8 @@ class Dispatcher:
         if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
             call.makes.slot, call.makes.life = slot, slot.life
         try:
-            slot.pending, pending.before = pending, slot.client.moved()
+            slot.pending = pending
+            pending.before = slot.client.sent, slot.client.received
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
             slot.pending, pending.gone = None, str(gone)
@@ -442,8 +395,8 @@ class Dispatcher:
             over = pending.answer is not None or pending.gone or slot.life != pending.life
             if slot.pending is pending and over:
                 slot.pending = None
-        sent, received = client.moved()
-        moved = sent - pending.before[0], received - pending.before[1]
+        before = pending.before
+        moved = client.sent - before[0], client.received - before[1]
         rows, name = call.work
         self._set.recorder.answered(slot.index, rows, answer.busy, *moved, name)
         return pending.answer

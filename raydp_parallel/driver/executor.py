@@ -50,14 +50,6 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         device_ids: Logical GPUs of the cluster, or ``"cpu"`` entries; None is every GPU of the
             cluster. With ``()`` replicas start when a wrapper first needs them.
         options: Settings that few programs need.
-
-    Attributes:
-        options: These.
-        device_ids: The devices.
-        replica_set: The replicas by device.
-        groups: The groups in which replicas exchange tensors.
-        failed_joins: How often they could not join one that uses NCCL.
-        keys: Numbers for models and graphs.
     """
 
     def __init__(
@@ -68,10 +60,10 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         self.device_ids = [] if device_ids == () else normalize(device_ids, self.options)
         program = re.sub(r"[^\w.-]+", "-", Path(*sys.argv[:1]).stem).strip("-.") or "python"
         self.replica_set = ReplicaSet(self.options, self.options.name or program)
-        self.groups: dict[object, Group] = {}
+        self.groups: dict[object, Group] = {}  # in which replicas exchange tensors
         self.dispatcher = Dispatcher(self.replica_set, self.groups)
-        self.failed_joins = 0
-        self.keys = itertools.count(1)
+        self.failed_joins = 0  # how often they could not join one that uses NCCL
+        self.keys = itertools.count(1)  # numbers for models and graphs
         self._masters: dict[int, Master] = {}
         self._reporter: Reporter | None = None
         if self.device_ids:
@@ -125,13 +117,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
     def update(
         self, master: Master, slot: ReplicaSlot, weights: dict[int, Tensor] | None = None
     ) -> StateUpdate | None:
-        """Collect what a slot's replica lacks of a model.
-
-        Args:
-            master: The model.
-            slot: The slot.
-            weights: Contents in the place of the master's.
-        """
+        """Collect what a slot's replica lacks of a model, with weights in the place of its own."""
         client = slot.client
         maps = client.hello.near and client.hello.device == "cpu"  # this machine's own memory
         shared = client.hello.near and (client.link != "ipc" or master.home.type == "cpu")

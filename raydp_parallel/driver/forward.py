@@ -30,7 +30,7 @@ from raydp_parallel.state import sources
 from raydp_parallel.state.mirror import Leaf, Master
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire import pickling
-from raydp_parallel.wire.codec import Parcel, parcel
+from raydp_parallel.wire.codec import parcel
 from raydp_parallel.wire.messages import (
     Answer,
     ExchangeRequest,
@@ -48,27 +48,17 @@ _numbers = itertools.count(1)
 
 
 class ForwardChunk(NamedTuple):
-    """One chunk of a call.
+    """One chunk of a call, as it is given."""
 
-    Attributes:
-        slot: The slot that it is for.
-        module: The module.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        where: The place that an exception names; None raises it as it is.
-        rows: How many rows it has.
-        detach: True if the module's parameters get no gradients.
-        called: Runs in place of the module's forward.
-    """
-
-    slot: ReplicaSlot
+    slot: ReplicaSlot  # that it is for
     module: nn.Module
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    where: str | None
-    rows: int
-    detach: bool = False
-    called: Called = None
+    where: str | None  # the place that an exception names; None raises it as it is
+    rows: int  # how many it has
+    refs: bool  # some arguments are references to objects of Ray's store
+    detach: bool  # the module's parameters get no gradients
+    called: Called  # in place of the module's forward
 
 
 class _Settings(NamedTuple):
@@ -76,33 +66,33 @@ class _Settings(NamedTuple):
 
     executor: Executor
     context: ambient.CallContext
+    grad: bool  # outputs may require gradients
     seed: int
     threads: int | None
     unused: UnusedGrads
 
-    @property
-    def grad(self) -> bool:
-        """True if outputs may require gradients."""
-        return self.context.grad and not self.context.inference
-
 
 class ForwardCall(Call):
-    """The forward of one chunk, and of its graph again after a death.
-
-    Args:
-        settings: Those of the whole call.
-        chunk: The chunk.
-        given: The chunk as it was given.
-    """
+    """The forward of one chunk, and of its graph again after a death."""
 
     def __init__(self, settings: _Settings, chunk: Chunk, given: ForwardChunk) -> None:
         super().__init__(chunk.slot, "forward", master=chunk.master)
         self.settings, self.chunk, self.given = settings, chunk, given
-        numbers = defaultdict[object, int](_numbers.__next__)
-        self._arguments = _arguments(given, numbers)
-        self.refs = {number: ref for ref, number in numbers.items()}
+        args, kwargs = given.args, given.kwargs
+        self.refs: dict[int, object] = {}
+        if given.refs:
+            numbers = defaultdict[object, int](_numbers.__next__)
+            args, kwargs = batch.numbered((args, kwargs), numbers)
+            self.refs = {number: ref for ref, number in numbers.items()}
+        try:
+            self._arguments = parcel((given.called, args, kwargs), "")
+        except TransferError:
+            parcel(given.called, "function")  # raises the error with a path that the program knows
+            parcel(args, "inputs")
+            parcel(kwargs, "kwargs")
+            raise
         ambient.refuse_tangents(self._arguments.tensors)
-        if isinstance(given.called, LossCall):
+        if isinstance(given.called, LossCall) and not chunk.number:  # all chunks have the same
             refuse_own_parameters(given.module, parcel(given.called, "function").tensors)
         self.inputs = [t for t in self._arguments.tensors if settings.grad and t.requires_grad]
         # The state that the forward found, the replicas' steps, and versions among its arguments.
@@ -140,7 +130,7 @@ class ForwardCall(Call):
             update = update._replace(spread=spread)
             if spread.rank != spread.root:
                 update = update._replace(parts=())
-        (_, context, seed, threads, unused), chunk = self.settings, self.chunk
+        chunk, (_, context, _, seed, threads, unused) = self.chunk, self.settings
         return ForwardRequest(
             Terms(chunk.number, context, threads, chunk.where, chunk.first, seat),
             model=chunk.master.number,
@@ -151,6 +141,7 @@ class ForwardCall(Call):
             forget=(),
             overlay=self.overlay,
             optional=unused == "none",  # torch would call hooks with None
+            refs=bool(self.refs),
         )
 
     def keep(self) -> None:
@@ -197,32 +188,13 @@ def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
         )
 
 
-def _arguments(given: ForwardChunk, numbers: dict[object, int]) -> Parcel:
-    """Pack what is called with its arguments, in which references have numbers."""
-    args, kwargs = batch.numbered((given.args, given.kwargs), numbers)
-    try:
-        return parcel((given.called, args, kwargs), "")
-    except TransferError:
-        parcel(given.called, "function")  # raises the error with a path that the program knows
-        parcel(args, "inputs")
-        parcel(kwargs, "kwargs")
-        raise
-
-
 def run(
     executor: Executor,
     chunks: Sequence[ForwardChunk],
     unused: UnusedGrads = "zeros",
     lend: bool = False,
 ) -> list[Any]:
-    """Run all chunks; returns their outputs.
-
-    Args:
-        executor: The executor.
-        chunks: The chunks; the first one of each module writes back to it.
-        unused: The gradients of unused parameters.
-        lend: As `Forward.finish` has it.
-    """
+    """Run all chunks; returns their outputs, lent as `Forward.finish` says."""
     with executor.replica_set.lock:  # nobody else's call may come between
         return start(executor, chunks, unused).finish(lend)
 
@@ -233,14 +205,8 @@ def start(
     unused: UnusedGrads = "zeros",
     at_once: int | None = None,
 ) -> Forward:
-    """Send all chunks of a call. Others may be sent before it is finished.
-
-    Args:
-        executor: The executor.
-        chunks: The chunks.
-        unused: The gradients of unused parameters.
-        at_once: How many chunks of several calls run at once: none of them writes back. None for
-            a call that runs alone.
+    """Send all chunks of a call, of which the first one of each module writes back to it. So many
+    chunks of several calls may run ``at_once``: then none writes back.
     """
     ambient.refuse_transforms()
     context = ambient.capture()
@@ -248,9 +214,10 @@ def start(
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
-        settings = _Settings(executor, context, seed, threads, unused)
+        grad = context.grad and not context.inference
+        settings = _Settings(executor, context, grad, seed, threads, unused)
         # Functions may travel beside the module, and what prepares objects of Ray's store.
-        code = any(callable(c.called) or batch.find_refs((c.args, c.kwargs)) for c in chunks)
+        code = any(callable(given.called) or given.refs for given in chunks)
         if code:  # before they are packed: if their file was edited since, they travel by value
             sources.current()
         calls: list[ForwardCall] = []
@@ -290,21 +257,13 @@ def start(
 
 @dataclass
 class Forward:
-    """A call whose chunks were sent.
-
-    Attributes:
-        settings: Those of all chunks.
-        calls: The chunks.
-        together: Their slots, if layers exchange tensors.
-        flight: Their requests.
-        handle: Frees their graphs.
-    """
+    """A call whose chunks were sent."""
 
     settings: _Settings
-    calls: Sequence[ForwardCall]
-    together: Sequence[ReplicaSlot] | None
-    flight: Flight
-    handle: GraphHandle
+    calls: Sequence[ForwardCall]  # the chunks
+    together: Sequence[ReplicaSlot] | None  # their slots, if layers exchange tensors
+    flight: Flight  # their requests
+    handle: GraphHandle  # frees their graphs
 
     def finish(self, lend: bool = False) -> list[Any]:
         """Do to the module what the answers say, and return the outputs.

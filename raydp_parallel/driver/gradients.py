@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ _KEPT = 1 << 16
 """Bytes from which on the memory of sums is used again, once nobody else looks at it: new pages
 cost more than the addition.
 """
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _SLACK = 8
 """How many times the memory of one backward's sums is kept: for several models in turn."""
 
@@ -45,25 +47,23 @@ def _memory(size: int, device: torch.device) -> Tensor:
         return made.detach()
 
 
+@dataclass(eq=False)
 class Sums:
     """Sums of gradients for each leaf, added chunk by chunk, in the order of chunks.
 
     As long as each chunk's gradients lie in one run of memory, in the same order, runs are added.
     From the first one on that lies otherwise, tensors are added one by one.
-
-    Args:
-        leaves: The call's leaves.
-        chunks: The numbers of each chunk's leaves: those of the module, and its inputs.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], chunks: Sequence[tuple[Numbers, Numbers]]) -> None:
-        self._leaves, self._chunks = leaves, chunks
-        self._sums: dict[int, Tensor] = {}
-        self._given: dict[int, int] = {}  # how many were added one by one
-        self._begun = False
-        self._first: tuple[Row, Numbers] | None = None  # whose order the run has
-        self._run = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._lent = False  # True as long as the run is the first chunk's
+    _leaves: Sequence[Leaf]  # the call's
+    # The numbers of each chunk's leaves: those of the module, and its inputs.
+    _chunks: Sequence[tuple[Numbers, Numbers]]
+    _sums: dict[int, Tensor] = field(default_factory=dict)
+    _given: dict[int, int] = field(default_factory=dict)  # how many were added one by one
+    _begun: bool = False
+    _first: tuple[Row, Numbers] | None = None  # whose order the run has
+    _run: Tensor = _NOTHING
+    _lent: bool = False  # True as long as the run is the first chunk's
 
     def take(self, at: int, answer: Answer) -> None:
         """Add a chunk's gradients, in memory that is only lent."""

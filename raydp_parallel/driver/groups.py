@@ -48,10 +48,6 @@ class Group:
         slots: The slots that have them.
         patience: Seconds that they wait for each other.
         nccl: True if tensors go by NCCL.
-
-    Attributes:
-        seats: The members' places in it, in the order of the slots.
-        address: The store by which they find each other.
     """
 
     def __init__(self, slots: Sequence[ReplicaSlot], patience: float, nccl: bool) -> None:

@@ -67,28 +67,17 @@ class _Plan:
 
 
 class Weights:
-    """The weights and optimizers of one model, and which replicas have those of now.
-
-    Args:
-        executor: The executor.
-        master: The model.
-        source: Has its gradients, and fetches the weights when they are used.
-
-    Attributes:
-        optimizers: The optimizers, by number.
-        given: The slots whose replicas have these.
-        held: The life and step of each slot's weights.
-        steps: The steps that were made.
-        coming: The step on its way.
+    """The weights and optimizers of one model, and which replicas have those of now. The source has
+    its gradients, and fetches the weights when they are used.
     """
 
     def __init__(self, executor: Executor, master: Master, source: Resident) -> None:
         self._executor, self._master, self._gradients = executor, master, source.gradients
         self.optimizers: dict[int, InReplicas] = {}
         self.steps = self._at = self._states_at = 0  # made, and those that the driver's copies have
-        self.coming: _Plan | None = None
-        self.held: dict[ReplicaSlot, tuple[int, int]] = {}
-        self.given: set[ReplicaSlot] = set()
+        self.coming: _Plan | None = None  # the step on its way
+        self.held: dict[ReplicaSlot, tuple[int, int]] = {}  # the life and step of its weights
+        self.given: set[ReplicaSlot] = set()  # whose replicas have the optimizers
         # The class of parameters that lag: as long as the model has some, it keeps this class.
         self._kind: type[nn.Parameter] = type("Parameter", (Lagging,), {"source": source})
 
@@ -188,17 +177,7 @@ class Weights:
 
 
 class Resident:
-    """Trains one model in the replicas.
-
-    Args:
-        executor: The executor.
-        master: The model.
-        ids: The devices that train.
-
-    Attributes:
-        weights: Its weights and optimizers.
-        gradients: Its gradients.
-    """
+    """Trains one model in the replicas of some devices."""
 
     def __init__(self, executor: Executor, master: Master, ids: Sequence[DeviceId]) -> None:
         self._executor, self._master, self._ids = executor, master, ids

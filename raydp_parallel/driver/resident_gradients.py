@@ -42,11 +42,7 @@ class Sum:
 
 class Kept(RemoteGraph):
     """Gradients that a chunk has kept. As a graph, they are made again where it goes on: by the
-    backwards that did it, unless a step has changed the weights.
-
-    Args:
-        chunk: The chunk's number.
-        sums: The gradients that it may be a part of.
+    backwards that did it, unless a step has changed the weights. It may be a part of the sums.
     """
 
     def __init__(self, chunk: int, sums: Mapping[Tensor, Sum]) -> None:
@@ -64,20 +60,13 @@ class Kept(RemoteGraph):
 
 
 class Gradients:
-    """The gradients of one model's parameters that replicas train.
-
-    Args:
-        executor: The executor.
-        master: The model.
-        source: Fetches what stands in ``.grad``.
-
-    Attributes:
-        sums: The gradients, by parameter: one that leaves takes its own along.
+    """The gradients of one model's parameters that replicas train. The source fetches what stands
+    in ``.grad``.
     """
 
     def __init__(self, executor: Executor, master: Master, source: Resident) -> None:
         self._executor, self._master, self._source = executor, master, source
-        self.sums: dict[Tensor, Sum] = {}
+        self.sums: dict[Tensor, Sum] = {}  # by parameter: one that leaves takes its own along
         self._kept: dict[int, Kept] = {}  # by chunk
 
     # In a backward.

@@ -27,12 +27,8 @@ INFO = "raydp_replica_info", "1 while the replica is there"
 
 def tags_of(replica: ReplicaStats, executor: str) -> dict[str, str]:
     """Return the tags of all metrics of a replica."""
-    return {
-        "executor": executor,
-        "replica": str(replica.index),
-        "device": replica.device,
-        "node": replica.node,
-    }
+    own = {"replica": str(replica.index), "device": replica.device, "node": replica.node}
+    return {"executor": executor, **own}
 
 
 def increments(new: ExecutorStats) -> Iterator[tuple[str, dict[str, str], float]]:

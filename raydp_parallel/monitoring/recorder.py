@@ -29,14 +29,12 @@ class Recorder:
     Args:
         name: The executor's; a second one of the same name in this process gets a number.
         clock: The time, in seconds.
-
-    Attributes:
-        totals: The counters of all replicas together, as `ExecutorStats` names them.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         _names[name] += 1
         self.name = name if _names[name] == 1 else f"{name}/{_names[name]}"
+        # The counters of all replicas together, as `ExecutorStats` names them.
         self.totals = SimpleNamespace(**dict.fromkeys(OF_EXECUTOR, 0))
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
         # By the replica's number: its counters, as `ReplicaStats` names them, the names of the

@@ -13,7 +13,7 @@ import mmap
 import pickle
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -49,21 +49,8 @@ _CHANGED = -1
 
 
 class Built:
-    """A module that was built from a look, and what puts it back after a forward.
-
-    Args:
-        module: The module.
-        tensors: Its tensors, by slot.
-        contents: The contents with which a forward begins, by slot, where they are known.
-
-    Attributes:
-        loose: The slots of tensors that are no parameters.
-        attributes: Those among them that are no registered buffers.
-        layout: How those lie that each forward has anew, in one run of memory.
-        owners: The slot of each line of the run.
-        flat: A run like it with the contents of the master, which an update changes.
-        views: Its tensors, by slot.
-        lies: Where and how each parameter lies.
+    """A module that was built from a look, and what puts it back after a forward. By slot it has
+    tensors, and contents with which a forward begins, where they are known.
     """
 
     def __init__(
@@ -86,14 +73,17 @@ class Built:
                 own = type(t) is Tensor and slot in contents and is_plain(t) and is_dense(t)
                 if own and tensors[slot].nbytes <= _SMALL:
                     self._places.append((part._buffers, name, slot))
+        # The slots of tensors that are no parameters, and of those that are no buffers either.
         self.loose = {slot for slot, t in tensors.items() if not isinstance(t, nn.Parameter)}
         self.attributes = self.loose - registered
+        # Buffers that each forward has anew lie in one run, with the slot of each of its lines.
         buffers = [*dict.fromkeys([slot for _, _, slot in self._places])]
         self.layout = Layout(specs_of([tensors[slot] for slot in buffers]))
         self.owners = np.empty(self.layout.size // ALIGN, dtype=np.int64)
         for slot, begin in zip(buffers, self.layout.offsets, strict=True):
             end = begin + tensors[slot].nbytes
             self.owners[begin // ALIGN : -(-end // ALIGN)] = slot
+        # A run like it with the contents of the master, which an update changes.
         row = [contents[slot] for slot in buffers]
         self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=gpu_of(row) or "cpu")
         self.views = dict(zip(buffers, self.layout.views(self.flat), strict=True))
@@ -116,29 +106,23 @@ class Built:
         return changes
 
 
+@dataclass(slots=True, eq=False)
 class Found:
-    """The module and the tensors that one forward found.
+    """The module and the tensors that one forward found."""
 
-    Args:
-        built: The module.
-        tensors: The tensors, by slot.
-        flat: The memory of the buffers that are this forward's own.
-
-    Attributes:
-        saved: How often each tensor had been written to when it ended, as its graph saved them;
-            empty until then.
-        touched: Addresses of memory that was accessed past versions.
-        changes: Attributes that the forward set, for a checkpoint that runs again in backward.
-        versions: How often each had been written to when it was watched.
-        lies: Where and how each lay then.
-        was: The buffers' bytes then; None if writes are not reported.
-    """
-
-    def __init__(self, built: Built, tensors: dict[int, Tensor], flat: Tensor) -> None:
-        self.built, self.tensors, self.flat = built, tensors, flat
-        self.saved: dict[int, int] = {}
-        self.touched: raw_access.Touched = {}
-        self.changes: list[tuple[Attributes, Attributes]] = []
+    built: Built
+    tensors: dict[int, Tensor]  # by slot
+    flat: Tensor  # the memory of the buffers that are this forward's own
+    # How often each had been written to when it ended, as its graph saved them; empty until then.
+    saved: dict[int, int] = field(default_factory=dict)
+    touched: raw_access.Touched = field(default_factory=dict)  # past versions
+    # Attributes that the forward set, for a checkpoint that runs again in backward.
+    changes: list[tuple[Attributes, Attributes]] = field(default_factory=list)
+    # When it was watched: how often each had been written to, where and how each lay, and the
+    # buffers' bytes; None if writes are not reported.
+    versions: list[int] = field(default_factory=list)
+    lies: dict[int, tuple[object, ...]] = field(default_factory=dict)
+    was: Tensor | None = None
 
     def watch(self, was: Tensor | None) -> None:
         """Note what the tensors are, to find later what was written to."""
@@ -196,18 +180,11 @@ def _made(spec: SlotSpec, value: Tensor) -> Tensor:
 
 
 class ReplicaModule:
-    """A model in a replica.
-
-    Args:
-        device: The replica's device.
-
-    Attributes:
-        revision: The master's state that it has; -1 if it needs the whole.
-    """
+    """A model in a replica."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.revision = 0
+        self.revision = 0  # the master's state that it has; -1 if it needs the whole
         self._structure = b""
         self._clean = b""  # a look at a module that was just built
         self._codes: dict[int, types.CodeType] = {}

@@ -72,11 +72,7 @@ class Graph(NamedTuple):
 
 
 class Replica:
-    """Answers the requests of a driver, one after the other.
-
-    Args:
-        device: Its device.
-    """
+    """Answers the requests of a driver, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -202,8 +198,9 @@ class Replica:
                 self._ran = module
                 engine.seed(self._device, request.seed, terms.chunk)
                 inputs: list[Tensor] = []
-                called, *arguments = _loaded(request.arguments, grad, inputs)
-                args, kwargs = batch.resolved(arguments, self._get, self._device)
+                called, args, kwargs = _loaded(request.arguments, grad, inputs)
+                if request.refs:
+                    args, kwargs = batch.resolved((args, kwargs), self._get, self._device)
                 if callable(called):
                     call = functools.partial(called, found.built.module)
                 else:

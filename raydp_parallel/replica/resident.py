@@ -27,11 +27,7 @@ from raydp_parallel.wire.messages import (
 
 
 class Resident:
-    """Gradients and optimizers of one model.
-
-    Args:
-        module: The model.
-    """
+    """Gradients and optimizers of one model."""
 
     def __init__(self, module: ReplicaModule) -> None:
         self._module = module

@@ -55,22 +55,12 @@ Codes = dict[int, tuple[int, types.CodeType]]
 
 
 class Structure:
-    """A module but for its tensors, as it was at the last look.
-
-    Args:
-        module: The module.
-
-    Attributes:
-        module: Gives the module; None if it is gone.
-        bytes: Its pickle.
-        at: The revision of the master that it is of.
-        codes: The numbers of its code objects.
-    """
+    """A module but for its tensors, as it was at the last look."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
-        self.bytes = b""
-        self.at = 0
+        self.bytes = b""  # its pickle
+        self.at = 0  # the revision of the master that it is of
         self.codes: Codes = {}
         self._code_at: list[int] = []  # since which revision each is known
         self._sources: Sources | None = None  # of its code
@@ -101,10 +91,8 @@ class Structure:
 
 
 class _LookPickler(pickling.Pickler):
-    def __init__(self, file: io.BytesIO, slot: Callable[[Tensor], int], codes: Codes) -> None:
-        super().__init__(file)
-        self._slot = slot
-        self._codes = codes
+    slot: Callable[[Tensor], int]
+    codes: Codes
 
     def reducer_override(self, value: Any) -> object:
         kind = type(value)
@@ -117,12 +105,12 @@ class _LookPickler(pickling.Pickler):
             if attributes:  # what users set on parameters; torch.compile's notes stay here
                 own = {k: v for k, v in attributes.items() if not k.startswith("_dynamo")}
                 if own:
-                    return _tensor, (self._slot(value),), own, None, None, _set_attributes
-            return _tensor, (self._slot(value),)
+                    return _tensor, (self.slot(value),), own, None, None, _set_attributes
+            return _tensor, (self.slot(value),)
         if isinstance(value, nn.Module):
             return _reduce_module(value) or super().reducer_override(value)
         if kind is types.CodeType:
-            number, _ = self._codes.setdefault(id(value), (len(self._codes), value))
+            number, _ = self.codes.setdefault(id(value), (len(self.codes), value))
             return _code, (number,)
         if kind in _LOCKS:  # it guards what threads of one process share
             return _LOCKS[kind], ()
@@ -171,8 +159,10 @@ def look(module: nn.Module, slot: Callable[[Tensor], int], codes: Codes) -> byte
         TransferError: Something in it cannot be sent.
     """
     file = io.BytesIO()
+    pickler = _LookPickler(file)
+    pickler.slot, pickler.codes = slot, codes
     try:
-        _LookPickler(file, slot, codes).dump(module)
+        pickler.dump(module)
     except Exception as error:
         if "uninitialized parameter" in str(error) or str(error) == _REFUSED:
             raise  # upstream's own words

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -65,31 +65,17 @@ _Copies = tuple[object, list[Tensor], weakref.ref[_Before]]
 
 
 class Master:
-    """A module in the driver.
-
-    Args:
-        module: The module.
-        number: Its number in the replicas.
-
-    Attributes:
-        revision: The number of its states so far.
-        structure: The module but for its tensors.
-        records: Its tensors, by their ids.
-        resident: Trains it in the replicas; None if nothing does.
-        edited: True if the program has changed a parameter that is trained there.
-        alike: False if chunks had gradients of different parameters, which replicas do not add.
-        leaves: The tensors that require a gradient, by slot.
-    """
+    """A module in the driver."""
 
     def __init__(self, module: nn.Module, number: int) -> None:
-        self.number = number
-        self.revision = 0
-        self.structure = Structure(module)
-        self.records: dict[int, Tracked] = {}
-        self.resident: Any = None
-        self.edited = False
-        self.alike = True
-        self.leaves: list[Leaf] = []
+        self.number = number  # in the replicas
+        self.revision = 0  # the number of its states so far
+        self.structure = Structure(module)  # the module but for its tensors
+        self.records: dict[int, Tracked] = {}  # its tensors, by their ids
+        self.leaves: list[Leaf] = []  # those that require a gradient, in the order of slots
+        self.resident: Any = None  # trains it in the replicas; None if nothing does
+        self.edited = False  # the program has changed a parameter that is trained there
+        self.alike = True  # replicas may add gradients: chunks had them of the same parameters
         self._looked = 0  # the revision before the last look
         self._runs: dict[bool, StateRun] = {}  # by whether replicas map the large tensors
         self._updates: dict[tuple[int, bool, bool], StateUpdate] = {}  # to the state of now
@@ -116,10 +102,8 @@ class Master:
     # Look.
 
     def sync(self, code: bool = False) -> None:
-        """Find out what changed since the last look, and number the state if something did.
-
-        Args:
-            code: True if a function is sent besides, whose module may be new.
+        """Find out what changed since the last look, and number the state if something did. With
+        ``code`` a function is sent besides, whose module may be new.
         """
         known, found = self.records, dict[int, Tracked]()
 
@@ -290,11 +274,7 @@ class Master:
     # What replicas need.
 
     def _run(self, maps: bool) -> StateRun:
-        """Return the run with the contents of now.
-
-        Args:
-            maps: True for replicas that map large tensors.
-        """
+        """Return the run with the contents of now, for replicas that map large tensors or not."""
         run = self._runs.get(maps)
         if run is None:
             found = self._in_run(maps)
@@ -308,10 +288,8 @@ class Master:
         return run is not None and run.revision < self.revision
 
     def lacking(self, known: Iterable[Mapping[int, int]]) -> int:
-        """Count the bytes that all replicas lack, if these lie in a run.
-
-        Args:
-            known: The revisions of models that each of them has.
+        """Count the bytes that all replicas lack, which have these revisions of models; 0 if some
+        lie in no run.
         """
         revisions = {one.get(self.number, 0) for one in known}
         if len(revisions) > 1 or self.resident is not None:
@@ -319,7 +297,6 @@ class Master:
         found = [one for one in self.records.values() if one.content_at > max(revisions)]
         return sum([one.tensor.nbytes for one in found]) if all([o.in_run for o in found]) else 0
 
-    @plainly
     def update_from(
         self,
         revision: int,
@@ -335,14 +312,15 @@ class Master:
             shared: True if it reads the run from memory that both processes have.
             weights: Contents that it gets in the place of the master's.
         """
-        if weights is not None:
-            return self._collect(revision, maps, shared, weights)
-        if revision == self.revision:
+        if weights is None and revision == self.revision:
             return None
         key = revision, maps, shared
-        if key not in self._updates:
-            self._updates[key] = self._collect(revision, maps, shared, {})
-        return self._updates[key]
+        found = None if weights is not None else self._updates.get(key)
+        if found is None:
+            found = PLAINLY(self._collect, (), (*key, weights or {}))
+            if weights is None:
+                self._updates[key] = found
+        return found
 
     def _collect(
         self, revision: int, maps: bool, shared: bool, weights: dict[int, Tensor]
@@ -431,13 +409,15 @@ class Master:
         self._copies = (layout, home), views, weakref.ref(before)
         return before
 
-    def mark(self) -> Mark:
-        """Note how often each tensor was written to so far."""
-        return _mark(self.records.values())
+    def mark(self, mark: Mark | None = None) -> Mark:
+        """Note how often each tensor was written to so far; or each that another mark has."""
+        records = self.records.values() if mark is None else mark.keys()
+        versions = PLAINLY(versions_of, (), ([one.tensor for one in records],))
+        return {one: n - one.written for one, n in zip(records, versions, strict=True)}
 
     def moved_since(self, mark: Mark) -> dict[int, int]:
         """Count the writes since a mark, by slot."""
-        now = _mark(mark)
+        now = self.mark(mark)
         return {one.slot: now[one] - then for one, then in mark.items() if now[one] != then}
 
     def changed_since(self, revision: int, known: Iterable[int]) -> str | None:
@@ -453,11 +433,6 @@ class Master:
                 name = next((name for name, t in named if t is one.tensor), "")
                 return f"{'parameter' if one.kind == 'parameter' else 'buffer'} {name!r}"
         return None
-
-
-def _mark(records: Collection[Tracked]) -> Mark:
-    versions = PLAINLY(versions_of, (), ([one.tensor for one in records],))
-    return {one: n - one.written for one, n in zip(records, versions, strict=True)}
 
 
 _masters: weakref.WeakSet[Master] = weakref.WeakSet()

@@ -142,23 +142,11 @@ def touch(records: Iterable[Tracked]) -> None:
 
 
 class StateRun:
-    """Contents of plain tensors of one device.
-
-    Args:
-        key: The revision at which it is laid out.
-        records: The tensors.
-        device: Their device.
-
-    Attributes:
-        records: The tensors, in the order in which they lie: first small ones, then large ones.
-        revision: The revision that it has the contents of.
-        spec: Its layout, as replicas are told.
-        memory: Its bytes, on the tensors' device.
-        views: The contents, by slot.
-    """
+    """Contents of plain tensors of one device, laid out at a revision, its key."""
 
     def __init__(self, key: int, records: Iterable[Tracked], device: torch.device) -> None:
         by_dtype = sorted(records, key=lambda one: str(one.tensor.dtype))
+        # In the order in which they lie: first small ones, then large ones.
         self.records = sorted(by_dtype, key=lambda one: one.tensor.nbytes >= SMALL)
         tensors = [one.tensor for one in self.records]
         slots = tuple([one.slot for one in self.records])
@@ -170,14 +158,14 @@ class StateRun:
             self.memory = self._window.memory[: layout.size]
         else:
             self.memory = torch.zeros(layout.size, dtype=torch.uint8, device=device)
-        self.spec = RunSpec(key, slots, layout.specs)
-        self.views = dict(zip(slots, layout.views(self.memory), strict=True))
+        self.spec = RunSpec(key, slots, layout.specs)  # as replicas are told
+        self.views = dict(zip(slots, layout.views(self.memory), strict=True))  # by slot
         self._lies = [*itertools.pairwise([*layout.offsets, layout.size])]
         row = part(layout, 0, self._small)
         flat = self.memory[: row.size].view(torch.int64)  # the small ones
         copy = torch.zeros_like(flat)  # of those of later, to compare
         self._first = flat, copy, row.views(copy.view(torch.uint8))
-        self.revision = key
+        self.revision = key  # that it has the contents of
         self._shown = 0  # the revision that a window beside a GPU's run has the contents of
         memory.copy_row([*self.views.values()], tensors)
 

@@ -42,11 +42,6 @@ class Channel:
         device: Where tensors of received frames go, unless the receiver names another device; on a
             CPU they stay in the window.
         summed: True if a GPU takes part, so that sums of the bytes are compared now and then.
-
-    Attributes:
-        ipc: The GPU that both ends compute on, once windows may lie there.
-        sent: Bytes of tensors that were sent so far.
-        received: Bytes of tensors that were received.
     """
 
     def __init__(
@@ -56,7 +51,7 @@ class Channel:
         self._device = device or torch.device("cpu")
         self._summed = summed
         self._frames = 0
-        self.ipc: torch.device | None = None
+        self.ipc: torch.device | None = None  # the GPU that both ends compute on, if windows may
         # Layouts that the other end knows, by their specs, and those that this one does, by number.
         self._known: dict[tuple[Spec, ...], tuple[int, Layout]] = {}
         self._theirs: dict[int, Layout] = {}
@@ -64,7 +59,7 @@ class Channel:
         self._out: dict[bool, Run] = {}
         self._in: dict[bool, Run] = {}
         self._reading: torch.cuda.Stream | None = None  # it may still read the other end's window
-        self.sent = self.received = 0
+        self.sent = self.received = 0  # bytes of tensors
 
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message. Tensors of the last one are overwritten.
@@ -76,14 +71,6 @@ class Channel:
         Raises:
             TimeoutError: It did not. Nothing can be sent any more.
         """
-        try:
-            self._send(message, timeout)
-        except Exception:  # the other end does not know what was to come with this
-            self._known.clear()
-            self.drop_windows()
-            raise
-
-    def _send(self, message: Any, timeout: float | None) -> None:
         packet = codec.Packet(message)
         specs = tuple(packet.specs)
         known = self._known.get(specs)
@@ -91,7 +78,7 @@ class Channel:
         if known is None:
             if len(self._known) == Run.MOST:
                 self._known.clear()
-            known = self._known[specs] = len(self._known), Layout(specs)
+            known = len(self._known), Layout(specs)
         number, layout = known
         gpu = self.ipc if memory.gpu_of(packet.tensors) == self.ipc else None
         near = gpu is not None
@@ -105,7 +92,7 @@ class Channel:
             else:
                 window = Window(size)
                 fds.insert(0, window.fd)
-            self._out[near], size = window, window.size
+            size = window.size
         if isinstance(window, Window):
             window.used(layout.size)
         waited = total = None
@@ -127,6 +114,8 @@ class Channel:
         begun = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
         while begun < len(data):
             begun += self._sock.send(memoryview(data)[begun:])
+        # Only now does the other end know them.
+        self._known[specs], self._out[near] = known, window
         self.sent += layout.size
 
     def receive(self, timeout: float | None = None, device: torch.device | None = None) -> Any:

@@ -74,9 +74,7 @@ class Parcel(NamedTuple):
 
 
 class _ValuePickler(pickling.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
+    tensors: list[Tensor]
 
     def reducer_override(self, value: object) -> pickling.Reduced:
         if isinstance(value, Tensor):
@@ -89,6 +87,7 @@ def parcel(value: Any, name: str) -> Parcel:
     """Take a value apart. An error names the path to what cannot be sent, below ``name``."""
     file = io.BytesIO()
     pickler = _ValuePickler(file)
+    pickler.tensors = []
     try:
         pickler.dump(value)
     except Exception as error:

@@ -143,17 +143,12 @@ class Exchange:
         request: The place in the group.
         device: The GPU of this member, if tensors go by NCCL.
 
-    Attributes:
-        rank: Which member this is: the number of its chunk.
-        size: How many there are.
-        numbers: Numbers that members gave as they met last, by rank.
-
     Raises:
         Abandoned: The others did not come, or cannot be reached.
     """
 
     def __init__(self, request: ExchangeRequest, device: torch.device) -> None:
-        self.rank, self.size = request.rank, request.size
+        self.rank, self.size = request.rank, request.size  # this member, and how many there are
         self._device = device if request.nccl else torch.device("cpu")
         self._patience = timedelta(seconds=request.timeout)
         self._begun: Any = None  # the operation that is on its way
@@ -294,7 +289,7 @@ class Exchange:
         rows = torch.empty_like(own)
         self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [], marks=True)
         marks, sizes, numbers = rows.T.tolist()
-        self.numbers: list[int] = numbers
+        self.numbers: list[int] = numbers  # that members gave as they met last, by rank
         if len({*zip(marks, sizes, strict=True)}) == 1:
             return
         names = {END: "has ended"}

@@ -575,9 +575,8 @@ class Near:
         self._replica = Replica(device)
         self._owed: deque[int] = deque()
 
-    def moved(self) -> tuple[int, int]:
-        """Return bytes that were sent and received."""
-        return self.channel.sent, self.channel.received
+    sent = property(lambda self: self.channel.sent)
+    received = property(lambda self: self.channel.received)
 
     def send(self, request: Any, timeout: float | None) -> None:
         """Send a request, and let the replica answer it."""

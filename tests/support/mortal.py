@@ -74,7 +74,7 @@ class Mortal(nn.Module):
 
 
 class Everything(nn.Module):
-    """Dropout, batch norm, spectral norm, a counter that is a buffer, and a checkpoint."""
+    """Dropout, batch norm, spectral norm, a counter in a buffer with gaps, and a checkpoint."""
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
@@ -83,13 +83,13 @@ class Everything(nn.Module):
         self.outer = spectral_norm(nn.Linear(8, 3))
         self.checkpointed = checkpointed
         self.seen: Tensor
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(4)[::2])
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += x.detach().sum()
         h = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
         return self.outer(torch.dropout(self.norm(h).tanh(), 0.4, self.training)) * (
-            1 + self.seen.sigmoid()
+            1 + self.seen.sigmoid().sum()
         )
 
 
@@ -113,9 +113,7 @@ def state(model: nn.Module) -> list[Tensor]:
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     """To the bit."""
-    return len(one) == len(other) and all(
-        torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
+    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
