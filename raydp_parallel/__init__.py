@@ -24,13 +24,7 @@ from raydp_parallel.errors import StateLost as StateLost
 from raydp_parallel.errors import TransferError as TransferError
 
 if TYPE_CHECKING:
-    from raydp_parallel.batch import (
-        ChunkRefs,
-        gather,
-        register_batch_type,
-        scatter,
-        scatter_kwargs,
-    )
+    from raydp_parallel.batch import ChunkRefs, gather, register_batch_type, scatter, scatter_kwargs
     from raydp_parallel.driver.executor import Executor, shutdown
     from raydp_parallel.functional import parallel_apply, replicate
     from raydp_parallel.monitoring.stats import ExecutorStats

@@ -217,10 +217,7 @@ class DataParallel(nn.DataParallel[T]):
         return found if trained is None else replace(found, steps_behind=trained.weights.behind)
 
     def optimizer(
-        self,
-        kind: type[torch.optim.Optimizer],
-        params: ParamsT | None = None,
-        **keywords: Any,
+        self, kind: type[torch.optim.Optimizer], params: ParamsT | None = None, **keywords: Any
     ) -> Any:
         """Make an optimizer whose steps are made where the module runs; in place it is torch's own.
 

@@ -16,15 +16,7 @@ import torch
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import Client, FarClient, NearClient, end_all
-from raydp_parallel.cluster.placement import (
-    Hold,
-    Holds,
-    Over,
-    Place,
-    booked,
-    homes,
-    no_room,
-)
+from raydp_parallel.cluster.placement import Hold, Holds, Over, Place, booked, homes, no_room
 from raydp_parallel.cluster.ray_api import Actor
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.ambient import environment

@@ -347,6 +347,8 @@ class Dispatcher:
             return pending
         except Exception:  # it was not sent, so that the replica does not know this yet
             slot.pending = None
+            if call.makes is not None:
+                call.makes.life = -1
             slot.forget.extend(forget)
             raise
         except BaseException:  # Ctrl-C: nobody knows if there will be an answer

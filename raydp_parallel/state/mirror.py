@@ -298,11 +298,7 @@ class Master:
         return sum([one.tensor.nbytes for one in found]) if all([o.in_run for o in found]) else 0
 
     def update_from(
-        self,
-        revision: int,
-        maps: bool,
-        shared: bool,
-        weights: dict[int, Tensor] | None = None,
+        self, revision: int, maps: bool, shared: bool, weights: dict[int, Tensor] | None = None
     ) -> StateUpdate | None:
         """Collect the changes since a state: once for all replicas that have it.
 

@@ -191,10 +191,7 @@ def test_unpicklable_module(where: str) -> None:
     model = DataParallel(net, TWO)
     model(torch.ones(2, 4))
     owner, generator = net[1] if where == "submodule" else net, (i for i in range(3))
-    content = {
-        "config": Holder({"files": [generator]}),
-        "buffer dict": {"key": (0, generator)},
-    }
+    content = {"config": Holder({"files": [generator]}), "buffer dict": {"key": (0, generator)}}
     owner.thing = content.get(where, generator)
     error = raised(lambda: model(torch.ones(2, 4)))
     path = {

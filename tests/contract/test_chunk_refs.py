@@ -224,10 +224,7 @@ def test_T7_fewer_objects_and_one_device(executors: Any) -> None:
     x = torch.randn(4, 5)
     two, one = executors(2), executors(1)
     (ref,) = put(x, 4)
-    for model in (
-        DataParallel(plain, executor=two),
-        DataParallel(plain, executor=one),
-    ):
+    for model in (DataParallel(plain, executor=two), DataParallel(plain, executor=one)):
         torch.testing.assert_close(model(ChunkRefs([ref])), plain(x))
     model = DataParallel(plain, executor=two)
     for split in (True, False):

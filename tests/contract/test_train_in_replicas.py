@@ -666,6 +666,26 @@ def test_T3_closing_the_executor_syncs() -> None:
     assert isinstance(raised(optimizer.step), ExecutorClosed)
 
 
+class Own(nn.Parameter):
+    """A parameter that fetches nothing by itself."""
+
+
+def test_T3_a_parameter_of_another_class(two: Executor) -> None:
+    """Its values come with each step."""
+
+    def make() -> nn.Module:
+        net = layers()
+        net[0].weight = Own(net[0].weight.detach())
+        return net
+
+    def program(model: Any, optimizer: Any) -> Any:
+        for step in range(2):
+            advance(model, optimizer, step)
+            yield model.module[0].weight
+
+    compare(two, program, make)
+
+
 def test_T3_another_name_of_a_weight(two: Executor) -> None:
     """It has the values of the last fetch, and what is written there is overwritten."""
     results = []

@@ -88,11 +88,7 @@ class Held(nn.Module):
 
 
 def train(
-    model: Any,
-    chunks: int,
-    steps: int,
-    before: dict[Any, Any] | None = None,
-    inside: bool = False,
+    model: Any, chunks: int, steps: int, before: dict[Any, Any] | None = None, inside: bool = False
 ) -> list[Tensor]:
     """Losses and final state. `before` has what to do before a step's forward, and, under ``(step,
     "backward")``, before its backward. Steps may be made inside of the replicas.

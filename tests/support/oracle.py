@@ -41,11 +41,7 @@ def _broadcast_coalesced(
 
 
 def _scatter(
-    tensor: torch.Tensor,
-    devices: Sequence[int],
-    _sizes: None,
-    dim: int,
-    _streams: Any,
+    tensor: torch.Tensor, devices: Sequence[int], _sizes: None, dim: int, _streams: Any
 ) -> list[torch.Tensor]:
     """A view for the first device, copies for the others."""
     if not devices:
