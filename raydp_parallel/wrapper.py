@@ -142,8 +142,7 @@ class DataParallel(nn.DataParallel[T]):
                 "left out and there is no GPU. device_ids=['cpu', 'cpu'] makes two CPU replicas"
             )
             return
-        if self._options.chunk_weights is not None:
-            _check_weights(self._options.chunk_weights, self.device_ids)
+        _check_weights(self._options.chunk_weights, self.device_ids)
         self.dim = dim
         self._executor = executor
         self.output_device = output_device
@@ -398,8 +397,7 @@ class DataParallel(nn.DataParallel[T]):
                 return called, args, named, functools.partial(called.joined, place=place)
         if not split:
             return called, args, named, operator.itemgetter(0)
-        chunks = zip(args, named, strict=True)
-        rows = [next(batch.sizes(chunk, self.dim), 0) for chunk in chunks]
+        rows = [next(batch.sizes(chunk, self.dim), 0) for chunk in zip(args, named, strict=True)]
         scalars, items = self._options.scalars, named[0].get("num_items_in_batch")
         if items is not None and not getattr(items, "shape", ()) and any(rows):
             # Hugging Face's Trainer, which wants one number. A module divides the sum of its losses
@@ -450,8 +448,7 @@ class DataParallel(nn.DataParallel[T]):
     ) -> Any:
         """Split the arguments into chunks, one per device."""
         weights = self._options.chunk_weights
-        if weights is not None:
-            _check_weights(weights, device_ids)
+        _check_weights(weights, device_ids)
         return batch.scatter_kwargs(
             inputs, kwargs, device_ids, self.dim, warn=self._warn_once, weights=weights
         )
@@ -621,8 +618,8 @@ def data_parallel(
     return model(*inputs, **(module_kwargs or {}))
 
 
-def _check_weights(weights: Sequence[float], ids: Sequence[object]) -> None:
-    if len(weights) != len(ids):
+def _check_weights(weights: Sequence[float] | None, ids: Sequence[object]) -> None:
+    if weights is not None and len(weights) != len(ids):
         raise ValueError(
             f"Options(chunk_weights={weights}): {len(weights)} weights for {len(ids)} devices "
             f"{list(ids)}; give one for each"

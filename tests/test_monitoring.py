@@ -65,14 +65,6 @@ def fake(request: pytest.FixtureRequest) -> Fake:
     return Fake(request.node.name)  # a name of its own: a second one of a name gets a number
 
 
-def test_names_get_numbers_and_the_last_events_are_kept() -> None:
-    assert [Recorder("same").name for _ in range(2)] == ["same", "same/2"]
-    recorder = Recorder("events")
-    for number in range(60):
-        recorder.event(str(number))
-    assert [text for _, text in recorder.events] == [str(n) for n in range(10, 60)]
-
-
 def test_the_table() -> None:
     fake = Fake("table")
     for _ in range(10):
@@ -104,9 +96,6 @@ def test_status_is_one_line_per_replica_about_one_window(fake: Fake) -> None:
     assert lines[4].split()[:2] == ["1", "cpu"]
     assert lines[5].startswith("since the start: 11 forwards")
     assert lines[-1].endswith("something\N{REPLACEMENT CHARACTER}[2J rare")
-
-
-def test_status_says_if_nobody_is_there_or_an_entry_is_old(fake: Fake) -> None:
     assert "No executor is running" in status.render([])
     assert "last heard of 60 s ago" in status.render([entry(fake.stats(), age=60)])
 
@@ -118,8 +107,6 @@ def test_the_report_is_one_page_without_scripts(fake: Fake) -> None:
     assert text.startswith("<!doctype html>") and text.endswith("</html>\n")
     assert 'class="busy" style="width:60.0%"' in text and "60 rows/s" in text
     assert "<script" not in text and "http://" not in text
-    assert "width=device-width" in text
-    assert "No executor is running" in report.page([])
 
 
 def test_the_dashboard_asks_for_exactly_the_metrics_that_exist() -> None:
@@ -128,9 +115,6 @@ def test_the_dashboard_asks_for_exactly_the_metrics_that_exist() -> None:
     names.add(f"ray_{metrics.INFO[0]}")
     assert len(names) == 10
     assert set(re.findall(r"ray_raydp_\w+", text)) == names
-    for panel in json.loads(text)["panels"]:
-        (target,) = panel["targets"]
-        assert target["expr"].count("(") == target["expr"].count(")")
 
 
 class Cluster:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import pickle
+import re
 import subprocess
 import sys
 from typing import Any
@@ -65,19 +66,16 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name,value", [(name, v) for name, bad in BAD.items() for v in bad])
-def test_a_bad_value_is_refused_at_once(name: str, value: Any) -> None:
-    """The error names the option."""
-    with pytest.raises(ValueError, match=rf"Options\({name}="):
-        Options(**{name: value})
+KINDS = [(ValueError, BAD), (TypeError, WRONG)]
 
 
-@pytest.mark.parametrize("name,value", [(name, v) for name, bad in WRONG.items() for v in bad])
-def test_a_value_of_the_wrong_kind_is_refused_at_once(name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    "error,name,value", [(e, n, v) for e, of in KINDS for n, bad in of.items() for v in bad]
+)
+def test_a_bad_value_is_refused_at_once(error: Any, name: str, value: Any) -> None:
     """The error names the option and the value."""
-    with pytest.raises(TypeError, match=name) as raised:
+    with pytest.raises(error, match=rf"Options\({name}={re.escape(repr(value))}\): expected"):
         Options(**{name: value})
-    assert repr(value) in str(raised.value)
 
 
 def test_a_torch_that_lacks_private_names() -> None:
@@ -130,10 +128,3 @@ def test_dicts_are_copied() -> None:
     assert options == Options(resources={"disk": 1}, label_selector={"zone": "in(a, b)"})
     same = dataclasses.replace(options), pickle.loads(pickle.dumps(options))
     assert len({options, *same, Options()}) == 2
-
-
-@pytest.mark.parametrize("name", ("unused_grads", "scalars"))
-def test_an_unknown_choice_is_told_the_known_ones(name: str) -> None:
-    """The value seen and the values expected."""
-    with pytest.raises(ValueError, match=f"Options\\({name}='x'\\): expected one of \\w+, "):
-        Options(**{name: "x"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import select
 import signal
@@ -24,7 +25,9 @@ from raydp_parallel.wire.trial import try_ipc
 
 _CPU = torch.device("cpu")
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
-"""Errors that say that the other end is gone. Others say what this process lacks."""
+"""Errors that say that the other end is gone. Others say what this process lacks, or are those of a
+signal's handler, as Ctrl-C is.
+"""
 _GRACE = 0.5
 """Seconds in which Ray may end a process; it takes 50 ms."""
 _CAUSE = 5.0
@@ -40,32 +43,33 @@ class ActorClient:
 
     link = "ray"  # how bytes go
     closed = False  # this end has hung up
-    sent = received = 0  # bytes of tensors
+    phase = ""  # see `Channel`
 
     def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
         self.actor, self.hello, self._life = actor, hello, life
         self._in_session = ray_api.session()
+        self.moved = [0, 0]  # bytes of tensors, sent and received
 
     @contextlib.contextmanager
     def _line(self, timeout: float | None) -> Iterator[None]:
         """Hang up if a message cannot be carried as a whole: another process takes over."""
         if self.closed or not self._in_session():  # a call by Ray would start another cluster
             raise Gone("its connection was closed")
+        until = time.monotonic() + (timeout or math.inf)
+        why = ""
         try:
             yield
-        except TimeoutError as error:
-            self.close()
-            raise Gone(f"no answer within {timeout:g} s, Options(call_timeout)") from error
-        except ray_api.TaskError:
-            raise
-        except (EOFError, OSError, ray_api.RayError) as error:
-            if isinstance(error, OSError) and error.errno not in _GONE:
-                raise
-            self.close()
-            by_ray = isinstance(error, ray_api.RayError)
-            raise Gone(ray_api.in_short(error) if by_ray else "its process ended") from error
-        except KeyboardInterrupt:
-            self.close()
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and time.monotonic() >= until:
+                why = f"no answer within {timeout:g} s, Options(call_timeout)"
+            elif isinstance(error, ray_api.RayError) and not isinstance(error, ray_api.TaskError):
+                why = ray_api.in_short(error)
+            elif isinstance(error, EOFError) or getattr(error, "errno", None) in _GONE:
+                why = "its process ended"
+            if why or self.phase in ("sends", "receives"):
+                self.close()
+            if why:
+                raise Gone(why) from error
             raise
 
     def deliver(self, number: int, ref: object) -> None:
@@ -116,7 +120,7 @@ class NearClient(ActorClient):
     def __init__(self, actor: Actor, hello: Hello, life: object, sock: socket.socket) -> None:
         super().__init__(actor, hello._replace(near=True), life)
         self._channel = Channel(sock, summed=hello.device != "cpu")
-        self.link = "windows"
+        self.link, self.moved = "windows", self._channel.moved
         self._socket = sock.fileno()
         self._process = os.pidfd_open(hello.pid)
         weakref.finalize(self, os.close, self._process).atexit = False
@@ -131,11 +135,15 @@ class NearClient(ActorClient):
         try_ipc(self._channel, device)
         self.link = "ipc"
 
+    @property
+    def phase(self) -> str:  # type: ignore[override]
+        """Where the last request and its answer are."""
+        return self._channel.phase
+
     def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
         with self._line(timeout):
             self._channel.send(request, timeout)
-            self.sent = self._channel.sent
 
     def receive(self, timeout: float | None, home: torch.device = _CPU) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
@@ -143,20 +151,14 @@ class NearClient(ActorClient):
         """
         if self.hello.device == "cpu":
             threads.rest()  # the replica computes on the same cores
-        # Ctrl-C may come here: the answer is still owed then.
-        ready = self._poll.poll(None if timeout is None else timeout * 1e3)
         with self._line(timeout):
+            # Ctrl-C may come here: the answer is still owed then.
+            ready = self._poll.poll(None if timeout is None else timeout * 1e3)
             if not ready:
                 raise TimeoutError
             if self._socket not in dict(ready):
                 raise EOFError
-            try:
-                found = self._channel.receive(timeout, home)
-            except OSError:  # some of the frame is lost
-                self.close()
-                raise
-            self.received = self._channel.received
-            return found
+            return self._channel.receive(timeout, home)
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
@@ -191,8 +193,8 @@ class FarClient(ActorClient):
         """Send a request; raises `Gone`."""
         with self._line(timeout):
             parts = flat(request)
-            self.sent += parts[2].nbytes
-            self._answer = self.actor.answer.remote(*parts)
+            self.moved[0] += parts[2].nbytes
+            self._answer, self.phase = self.actor.answer.remote(*parts), "owed"
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
@@ -204,8 +206,8 @@ class FarClient(ActorClient):
         """
         with self._line(timeout):
             found: Flat = ray_api.get(self._answer, timeout)
-        self._answer = None
-        self.received += found[2].nbytes
+        self._answer, self.phase = None, ""
+        self.moved[1] += found[2].nbytes
         return unflat(found, home)
 
 

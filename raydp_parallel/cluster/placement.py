@@ -274,8 +274,11 @@ class Holds:
             chosen = {*(self._holds if wanted is None else wanted)}
             kept = {h.group for place, h in self._holds.items() if place not in chosen} - {None}
             gone = [p for p, hold in self._holds.items() if p in chosen and hold.group not in kept]
-            groups = {self._holds.pop(place).group for place in gone}
-        ray_api.remove([group for group in groups if group is not None])
+            groups = {self._holds[place].group for place in gone}
+            # Before they are forgotten: Ctrl-C may come.
+            ray_api.remove([group for group in groups if group is not None])
+            for place in gone:
+                del self._holds[place]
 
 
 def _in_order(holds: Mapping[Place, Hold], order: Sequence[str]) -> dict[Place, Hold]:

@@ -281,9 +281,8 @@ def free(names: Sequence[str]) -> str:
     return ", ".join(f"{now.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in names)
 
 
-def own_address() -> str:
-    """Return the address of this process's node."""
-    return str(ray.util.get_node_ip_address())
+own_address = ray.util.get_node_ip_address
+"""Returns the address of this process's node."""
 
 
 def living() -> frozenset[str]:

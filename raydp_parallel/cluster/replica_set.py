@@ -49,16 +49,10 @@ class ReplicaSlot:
     in_vain: int = 0  # processes that ended, one after the other, before they answered
     successor: Successor | None = None  # the next replica, while one starts
     # Of the replica that it has now.
-    answered: bool = False  # a call
+    answered: set[str] = field(default_factory=set)  # the kinds of calls that it has answered
     forget: list[int] = field(default_factory=list)  # keys of graphs that it is told to drop next
     revisions: dict[int, int] = field(default_factory=dict)  # the states of models, by number
     pending: Any = None  # the request that it has not answered yet
-
-    def install(self, client: Client) -> None:
-        """Take a new replica, which holds nothing."""
-        self.client, self.state, self.successor = client, "ready", None
-        self.life += 1
-        self.answered, self.forget, self.revisions, self.pending = False, [], {}, None
 
     @property
     def ready(self) -> bool:
@@ -187,7 +181,10 @@ class ReplicaSet:
                 self._succeed(self.slots[place])
 
     def _install(self, slot: ReplicaSlot, client: Client) -> None:
-        slot.install(client)
+        """Let a slot have a new replica, which holds nothing."""
+        slot.client, slot.state, slot.successor = client, "ready", None
+        slot.life += 1
+        slot.answered, slot.forget, slot.revisions, slot.pending = set(), [], {}, None
         self.recorder.started(slot.info())
 
     def _pick_up(self) -> None:
@@ -303,6 +300,7 @@ def _stop_all() -> None:
     """End all threads before the program leaves Ray: Ray ends a process with a thread inside it."""
     for known in [*_sets]:
         if not known.forked:
+            known.closed = True  # a thread that goes on would start another cluster
             known._stop_successors()
 
 

@@ -277,7 +277,7 @@ class Backward:
                 resident.begin()
                 for at in self._needed:
                     leaf, kind = call.leaves[at]
-                    if kind == "parameter" and resident.gradients.keeps(leaf):
+                    if kind == "parameter" and PLAINLY(resident.gradients.keeps, (), (leaf,)):
                         self._kept.add(at)
             others = parts.keys() - self._given.keys()
             chunks = [parts[i] for i in (*self._given, *others)]
@@ -290,7 +290,7 @@ class Backward:
                 filled.add("parameter")
             zeros = call.unused == "zeros" and "parameter" in filled
             for at in kept:
-                resident.gradients.stand_in(call.leaves[at].tensor, zeros)
+                PLAINLY(resident.gradients.stand_in, (), (call.leaves[at].tensor, zeros))
         return call.settle(sums, self._needed - kept, filled)
 
     def derive(self, pinned: Sequence[GraphHandle]) -> list[Tensor | None]:
@@ -343,7 +343,7 @@ class Backward:
         for trip, answer in zip(trips, answers, strict=True):
             chunk = trip.part.chunk
             if chunk.first and answer.writes.slots:
-                chunk.master.write_back(answer.writes, keep=False)
+                chunk.master.write_back(answer.writes, False, trip.part.mark)
         executor.dispatcher.effects(flight, answers)
         for trip, answer in zip(trips, answers, strict=True) if self._kept else ():
             stays = [at for at, there in zip(trip.part.all, answer.reached, strict=True) if there]

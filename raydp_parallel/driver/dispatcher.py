@@ -126,7 +126,7 @@ class Pending:
     slot: ReplicaSlot
     call: Call
     life: int
-    before: tuple[int, int] = (0, 0)  # bytes that had been sent, and received
+    before: tuple[int, ...] = ()  # bytes that had been sent, and received
     sent: bool = False  # the replica got it
     answer: Answer | None = None  # if it had to be taken before somebody asked for it
     gone: str | None = None  # the cause of the replica's end, if that came first
@@ -315,7 +315,7 @@ class Dispatcher:
                 exceptions.reraise(answer.failure, str(slot))
             self._set.lost(slot, pending.life, "import", "its modules are not the driver's")
             return False
-        slot.answered = True
+        slot.answered.add(pending.call.phase)
         return True
 
     def send(
@@ -339,21 +339,23 @@ class Dispatcher:
             call.makes.slot, call.makes.life = slot, slot.life
         try:
             slot.pending = pending
-            pending.before = slot.client.sent, slot.client.received
+            pending.before = tuple(slot.client.moved)
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
             slot.pending, pending.gone = None, str(gone)
             self._set.lost(slot, pending.life, call.phase, pending.gone)
             return pending
-        except Exception:  # it was not sent, so that the replica does not know this yet
-            slot.pending = None
-            if call.makes is not None:
-                call.makes.life = -1
-            slot.forget.extend(forget)
-            raise
-        except BaseException:  # Ctrl-C: nobody knows if there will be an answer
-            slot.pending = None
-            self._set.lost(slot, pending.life, call.phase, "Ctrl-C came while it was called")
+        except BaseException:
+            if slot.client.closed:
+                slot.pending = None
+                self._set.lost(slot, pending.life, call.phase, "an exception, such as Ctrl-C")
+            elif (
+                slot.client.phase != "owed"
+            ):  # it was not sent, so that the replica does not know this
+                slot.pending = None
+                slot.forget.extend(forget)
+                if call.makes is not None:
+                    call.makes.life = -1
             raise
         pending.sent = True
         recorder = self._set.recorder
@@ -368,11 +370,12 @@ class Dispatcher:
 
     def _limit(self, pending: Pending) -> float | None:
         """Return the seconds that a call may take. As those of a start they hold for a process that
-        has not answered yet, and for an optimizer's beginning: imports take place there.
+        has not answered yet, and for its first optimizer: imports take place there.
         """
-        options = self._set.options
-        first = not pending.slot.answered or pending.call.phase == "resume"
-        least = options.placement_timeout if first else 0.0
+        options, known = self._set.options, pending.slot.answered
+        if pending.call.phase == "resume":
+            known = known & {"resume"}
+        least = 0.0 if known else options.placement_timeout
         return options.call_timeout and max(options.call_timeout, least)
 
     def receive(self, pending: Pending) -> Answer | None:
@@ -390,17 +393,15 @@ class Dispatcher:
             pending.gone = str(gone)
             self._set.lost(slot, pending.life, call.phase, pending.gone)
             return None
-        except Exception as error:  # the frame was read, and is lost
-            pending.gone = repr(error)
-            raise
         finally:
+            if pending.answer is None and pending.gone is None and client.phase != "owed":
+                pending.gone = "its answer was lost"  # the frame was read, and an exception came
             over = pending.answer is not None or pending.gone or slot.life != pending.life
             if slot.pending is pending and over:
                 slot.pending = None
-        before = pending.before
-        moved = client.sent - before[0], client.received - before[1]
+        sent, got = [now - then for now, then in zip(client.moved, pending.before, strict=True)]
         rows, name = call.work
-        self._set.recorder.answered(slot.index, rows, answer.busy, *moved, name)
+        self._set.recorder.answered(slot.index, rows, answer.busy, sent, got, name)
         return pending.answer
 
     def ask(self, call: Call) -> Answer | None:

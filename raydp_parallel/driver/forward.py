@@ -95,8 +95,9 @@ class ForwardCall(Call):
         if isinstance(given.called, LossCall) and not chunk.number:  # all chunks have the same
             refuse_own_parameters(given.module, parcel(given.called, "function").tensors)
         self.inputs = [t for t in self._arguments.tensors if settings.grad and t.requires_grad]
-        # The state that the forward found, the replicas' steps, and versions among its arguments.
-        self._before: tuple[int, int, list[int]] | None = None
+        # The state that the forward found, the replicas' steps, versions among its arguments, and
+        # the tensors that required a gradient.
+        self._before: tuple[int, int, list[int], list[Leaf]] | None = None
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
         # Among layers that exchange tensors, and among replicas that get the same weights.
@@ -107,7 +108,8 @@ class ForwardCall(Call):
         master, self._seats = self.chunk.master, (seat, spread)
         self.work = self.given.rows, type(self.given.module).__name__
         steps = 0 if master.resident is None else master.resident.weights.steps
-        self._before = master.revision, steps, versions_of(self._arguments.tensors)
+        versions = versions_of(self._arguments.tensors)
+        self._before = master.revision, steps, versions, master.leaves
         self.makes = None
         if self.settings.grad and (self.inputs or master.leaves):
             self.makes = RemoteGraph(next(self.settings.executor.keys))
@@ -158,11 +160,16 @@ class ForwardCall(Call):
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
         assert self._before is not None
-        master, (revision, steps, versions) = self.chunk.master, self._before
-        what = master.changed_since(revision, self.overlay or ())
+        master, (revision, steps, versions, leaves) = self.chunk.master, self._before
+        trained = None if master.resident is None else master.resident.weights
+        # A step on its way was made before all that the program has done since.
+        looks = trained is None or trained.coming is None
+        what = master.changed_since(revision, self.overlay or (), looks)
+        if what is None and [id(o.tensor) for o in leaves] != [id(o.tensor) for o in master.leaves]:
+            what = "the requires_grad of a parameter"
         if what is None and versions_of(self._arguments.tensors) != versions:
             what = "one of the arguments"
-        if master.resident is not None and master.resident.weights.steps != steps:
+        if trained is not None and trained.steps != steps:
             what = "the weights, by a step of the optimizer,"
         return None if what is None else f"{what} was changed"
 

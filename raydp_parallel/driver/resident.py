@@ -33,7 +33,7 @@ from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.driver.resident_gradients import Gradients, Sum
 from raydp_parallel.errors import ReplicaDied, StateLost
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.lagging import Lagging
+from raydp_parallel.state.lagging import PLAINLY, Lagging
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.codec import parcel
 from raydp_parallel.wire.messages import (
@@ -111,6 +111,7 @@ class Weights:
             if answer is not None and answer.lacking:
                 slot.revisions.pop(model, None)
             elif answer is not None:
+                slot.answered.add("resume")
                 self.held[slot] = now
                 self.given.add(slot)
 
@@ -168,7 +169,7 @@ class Weights:
         states = states and self._states_at < self.steps
         if weights or states:
             found, optimizers = self._snapshot(weights, states)
-            self._master.take(found)
+            PLAINLY(self._master.take, (), (found,))
             self._at = self.steps
             for number, (groups_, state) in optimizers.items():
                 self.optimizers[number].arrive(groups_, state)
@@ -373,7 +374,12 @@ class Resident:
             return None
         for attempt in range(_MOST_TRIES):
             if attempt:
-                self._send(plan)  # nobody that lives has stepped
+                try:
+                    self._send(plan)  # nobody that lives has stepped
+                except Exception:  # nor can it be made again: this is said once
+                    weights.coming = None
+                    self.gradients.clear()
+                    raise
             self._go_on(plan)
             if plan.calls[0].message.exchange is not None:
                 dispatcher.wait_or_leave(plan.sent, dispatcher.leave, limit)

@@ -20,7 +20,6 @@ from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.errors import GraphLost
-from raydp_parallel.state.lagging import plainly
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.messages import GradientsRequest
 
@@ -85,7 +84,6 @@ class Gradients:
         used = set[int]().union(*[one.chunks for one in self.sums.values()])
         self._kept = {chunk: kept for chunk, kept in self._kept.items() if chunk in used}
 
-    @plainly
     def keeps(self, parameter: Tensor) -> bool:
         """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
         one = self.sums.get(parameter)
@@ -114,7 +112,6 @@ class Gradients:
         for p in parameters:
             self.sums[p].chunks.add(chunk)
 
-    @plainly
     def stand_in(self, parameter: Tensor, filled: bool) -> None:
         """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
         one = self.sums[parameter]

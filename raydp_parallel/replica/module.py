@@ -211,7 +211,6 @@ class ReplicaModule:
             spread: Copies a part of the run to all members of the group, or from its root; None
                 if each replica gets its own.
         """
-        self.revision = -1  # until all is done: an update that failed is asked for again, whole
         news: StateNews = pickle.loads(update.news)
         if news.sources is not None:
             sources.follow(news.sources)

@@ -170,7 +170,7 @@ class Replica:
             self._models[number] = Model(module, Resident(module))
         model = self._models[number]
         if update is not None:
-            model.module.revision = -1  # without the group it asks for all
+            model.module.revision = -1  # if it fails, or the group does not come, it asks for all
             with contextlib.suppress(Abandoned, Differing), self._taking_part(update.spread):
                 spread = None
                 if update.spread is not None:

@@ -6,14 +6,10 @@ them: that fetches the values of all, which are ordinary parameters again from t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor, nn
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 Function = Callable[..., object]
 Args = tuple[object, ...]
@@ -21,7 +17,7 @@ Named = dict[str, object] | None
 """A function of torch's, and its arguments."""
 
 PLAINLY: Any = nn.Parameter.__torch_function__
-"""Calls a function, as torch does, so that it sees parameters as ordinary ones."""
+"""Calls a function so that it sees parameters as ordinary ones, and fetches nothing."""
 
 _PROPERTIES = (
     *("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "nbytes"),
@@ -36,17 +32,6 @@ BLIND = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size),
 }
 """Functions that look at no values: what a training loop uses between steps must fetch nothing."""
-
-
-def plainly(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function see parameters as ordinary ones, so that it fetches nothing."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        found: R = PLAINLY(function, (), args, kwargs)
-        return found
-
-    return call
 
 
 class Owner(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raydp_parallel.devices import ambient
 from raydp_parallel.devices.layout import Layout, Row, alone, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
-from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner, plainly
+from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner
 from raydp_parallel.state.look import Structure, check_devices, look
 from raydp_parallel.state.run import (
     Seen,
@@ -52,8 +52,8 @@ class Leaf(NamedTuple):
     kind: str  # "parameter", "buffer", "attribute" or "input"
 
 
-Mark = dict[Tracked, int]
-"""How often tensors had been written to at one moment, but for replicas' writes to buffers."""
+Mark = dict[Tracked, tuple[int, int]]
+"""How often tensors had been written to at one moment, and how often by replicas to buffers."""
 
 
 class _Before(dict[int, Tensor]):
@@ -121,6 +121,9 @@ class Master:
             self.structure.take(structure, self.revision)
         elif code and self.structure.read(self.revision + 1):
             self.revision += 1
+        self._look_at_tensors()
+
+    def _look_at_tensors(self) -> None:
         row = [one.tensor for one in self.records.values()]
         for kind in {*map(type, row)}:  # what other models' replicas train is fetched
             if issubclass(kind, Lagging) and kind.source is not self.resident:
@@ -148,6 +151,7 @@ class Master:
     def _compare(self, changed: list[tuple[Tracked, Seen]]) -> None:
         """Number the changes of tensors."""
         self.revision += 1
+        self._updates = {}
         formed, shaped = False, list[Tracked]()
         for one, (version, address, form) in changed:
             then_version, then_address, then_form = one.seen
@@ -260,7 +264,6 @@ class Master:
             if one.trained and one.shadow is None:
                 one.keep_copy()
 
-    @plainly
     def take(self, weights: dict[int, Tensor]) -> None:
         """Take over what replicas have trained."""
         for one in self.records.values():
@@ -279,7 +282,9 @@ class Master:
         if run is None:
             found = self._in_run(maps)
             run = self._runs[maps] = StateRun(self.revision, found, self.home)
-        run.take(self.revision)
+        late = [one for one in run.records if one.content_at > run.revision]
+        copy_row([run.views[one.slot] for one in late], [one.tensor for one in late])
+        run.revision = self.revision
         return run
 
     def behind(self, maps: bool) -> bool:
@@ -365,10 +370,16 @@ class Master:
 
     # Writes of replicas.
 
-    def write_back(self, writes: Writes, keep: bool) -> dict[int, Tensor]:
-        """Write what the first chunk wrote; returns what was there before, if that is kept."""
+    def write_back(self, writes: Writes, keep: bool, since: Mark | None = None) -> _Before:
+        """Write what the first chunk wrote; returns what was there before, if that is kept. In a
+        backward a checkpoint wrote it, to the buffers of its own forward, which ended with a mark:
+        it replaces nothing that was written ``since``.
+        """
         known = {one.slot: one for one in self.records.values()}
         rows = [(known[n], *row) for n, *row in zip(*writes, strict=True) if n in known]
+        if since is not None:
+            now = self.mark([one for one, *_ in rows])
+            rows = [row for row in rows if since.get(row[0]) == now[row[0]]]
         records = [one for one, *_ in rows]
         tensors = [one.tensor for one in records]
         before = self._copied(records) if keep else _Before()
@@ -389,6 +400,8 @@ class Master:
                 values.append(value)
         copy_row(into, values)
         set_versions(tensors, [a + by for a, (_, _, by, _) in zip(versions, rows, strict=True)])
+        if since is not None:  # the graph may be used again
+            since.update(self.mark(records))
         return before
 
     def _copied(self, records: list[Tracked]) -> _Before:
@@ -405,22 +418,25 @@ class Master:
         self._copies = (layout, home), views, weakref.ref(before)
         return before
 
-    def mark(self, mark: Mark | None = None) -> Mark:
-        """Note how often each tensor was written to so far; or each that another mark has."""
-        records = self.records.values() if mark is None else mark.keys()
-        versions = PLAINLY(versions_of, (), ([one.tensor for one in records],))
-        return {one: n - one.written for one, n in zip(records, versions, strict=True)}
+    def mark(self, records: Collection[Tracked] | None = None) -> Mark:
+        """Note how often tensors were written to so far: all, or some."""
+        chosen = self.records.values() if records is None else records
+        versions = PLAINLY(versions_of, (), ([one.tensor for one in chosen],))
+        return {one: (n, one.written) for one, n in zip(chosen, versions, strict=True)}
 
     def moved_since(self, mark: Mark) -> dict[int, int]:
-        """Count the writes since a mark, by slot."""
-        now = self.mark(mark)
-        return {one.slot: now[one] - then for one, then in mark.items() if now[one] != then}
+        """Count the writes since a mark, by slot, but for those of replicas to buffers."""
+        now = self.mark(mark.keys())
+        found = {o.slot: now[o][0] - v - (now[o][1] - w) for o, (v, w) in mark.items()}
+        return {slot: by for slot, by in found.items() if by}
 
-    def changed_since(self, revision: int, known: Iterable[int]) -> str | None:
-        """Name a change since a state, but for the contents of ``known``; None if there is none."""
-        self.sync()
+    def changed_since(self, revision: int, known: Iterable[int], structure: bool) -> str | None:
+        """Name a change since a state, but for the contents of ``known``; None if there is none.
+        Without ``structure`` only tensors are looked at.
+        """
+        self.sync() if structure else self._look_at_tensors()
         if self.verify():
-            self.sync()
+            self._look_at_tensors()
         if self.structure.at > revision:
             return "an attribute or a part of the module"
         for one in self.records.values():

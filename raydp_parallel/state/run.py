@@ -175,13 +175,6 @@ class StateRun:
             return False
         return specs_of([one.tensor for one in self.records]) == [*self.spec.specs]
 
-    def take(self, revision: int) -> None:
-        """Take over the contents that changed until a revision."""
-        if self.revision < revision:
-            late = [one for one in self.records if one.content_at > self.revision]
-            memory.copy_row([self.views[one.slot] for one in late], [one.tensor for one in late])
-            self.revision = revision
-
     def ranges(self, since: int) -> list[Range]:
         """Return where the contents lie that changed since a revision, those that adjoin as one."""
         found: list[Range] = []

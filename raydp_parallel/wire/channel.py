@@ -59,7 +59,10 @@ class Channel:
         self._out: dict[bool, Run] = {}
         self._in: dict[bool, Run] = {}
         self._reading: torch.cuda.Stream | None = None  # it may still read the other end's window
-        self.sent = self.received = 0  # bytes of tensors
+        self.moved = [0, 0]  # bytes of tensors, sent and received
+        # An exception may come at any point, of a signal's handler, too: "sends" and "receives" are
+        # of a frame that is not whole, "owed" is of one whose answer is to come.
+        self.phase = ""
 
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message. Tensors of the last one are overwritten.
@@ -111,12 +114,14 @@ class Channel:
         about = pickle.dumps((number, new, near, size, export, shared, total))
         data = b"".join((_HEADER.pack(len(packet.body), len(about)), about, packet.body))
         self._sock.settimeout(timeout)
+        self.phase = "sends"
         begun = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
         while begun < len(data):
             begun += self._sock.send(memoryview(data)[begun:])
         # Only now does the other end know them.
         self._known[specs], self._out[near] = known, window
-        self.sent += layout.size
+        self.moved[0] += layout.size
+        self.phase = "owed"
 
     def receive(self, timeout: float | None = None, device: torch.device | None = None) -> Any:
         """Receive a message; its tensors are valid until the other end's next one, unless they were
@@ -133,6 +138,7 @@ class Channel:
             TransferError: Other bytes came than were sent.
         """
         self._sock.settimeout(None if timeout is None else max(timeout, _LEAST))
+        self.phase = "receives"
         header, fds, flags, _ = socket.recv_fds(self._sock, _HEADER.size, _DESCRIPTORS)
         if flags & socket.MSG_CTRUNC:  # memory did not arrive that the other end believes to share
             self.close()
@@ -149,7 +155,8 @@ class Channel:
             self._theirs[number] = Layout(new)
         windows = [Window(n, fd, private=True) for n, fd in zip(shared, fds, strict=True)]
         layout = self._theirs[number]
-        self.received += layout.size
+        self.moved[1] += layout.size
+        self.phase = ""
         if not layout.specs:
             return codec.decode(data, [], windows)
         window = self._in.get(near, _NOTHING)

@@ -19,9 +19,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 class Drifting(nn.Module):
-    """Scales by a buffer that each call moves, so that gradients tell which values a call found."""
-
-    scale: Tensor
+    """Scales by a buffer that each call moves, and an attribute: gradients tell what it found."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +27,13 @@ class Drifting(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Move the buffer, and use it."""
         self.scale.mul_(0.5).add_(x.detach().mean(0).abs() + 0.1)
-        return self.layer(x).tanh() * self.scale.clone()  # type: ignore[no-any-return]
+        return self.layer(x).tanh() * self.scale.clone() * self.gain  # type: ignore[no-any-return]
+
+
+def tell(net: Any, inputs: tuple[Tensor]) -> None:
+    """Let the inputs choose the attribute, outside of the block."""
+    net.block.gain = inputs[0].detach().mean().item()
 
 
 def steps(model: nn.Module, order: tuple[int, ...]) -> list[Tensor]:
@@ -51,6 +53,7 @@ def test_B10_in_a_replica_a_block_finds_the_buffers_of_its_own_forward(
 ) -> None:
     """Those that its forward left, also in chunk 0, where upstream's are those of today."""
     net = Checkpointed(Drifting(), reentrant)
+    net.register_forward_pre_hook(tell)
     found = steps(DataParallel(copy.deepcopy(net), ["cpu", "cpu"]), order)
     numbers = torch.Generator().manual_seed(1)
     for grad in found:
@@ -102,6 +105,22 @@ def test_B10_a_validation_batch_between_a_forward_and_its_backward(
         torch.testing.assert_close(use(ours), use(theirs))
         assert_same_grads(ours, theirs)
         assert_same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_B10_what_an_older_checkpoint_writes_replaces_nothing(reentrant: bool) -> None:
+    """Neither a later forward's writes nor an edit; a forward of now is written each time."""
+    norm, x = nn.BatchNorm1d(3), torch.randn(4, 3, requires_grad=True)
+    model = DataParallel(Checkpointed(norm, reentrant), ["cpu", "cpu"])
+    first, _ = model(x).sum(), model(x + 1)
+    norm.running_mean.add_(7)
+    before = [t.clone() for t in norm.buffers()]
+    first.backward()
+    assert all(map(torch.equal, before, norm.buffers()))
+    last = model(x).square().sum()
+    for count in (4, 5):
+        last.backward(retain_graph=True)
+        assert norm.num_batches_tracked.item() == count
 
 
 class Shrinking(nn.Module):

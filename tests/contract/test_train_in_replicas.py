@@ -4,12 +4,11 @@ driver, whatever dies, and whatever uses a weight in the driver fetches it first
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import os
 import pickle
-import sys
+import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from harness import carried, kill, raised
+from harness import carried, interrupted, kill, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
 
@@ -548,6 +547,21 @@ def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
         advance(model, optimizer, 1)
 
 
+def test_T2_a_death_in_the_step_before_an_evaluation(killable: Executor) -> None:
+    """The step is made again with the module as it was, whatever has become of it since."""
+    results = []
+    for deadly in (False, True):
+        killable.grow()
+        model, optimizer = small(killable)
+        model(torch.ones(8, 6)).square().mean().backward()
+        if deadly:
+            os.kill(killable.replicas()[1].pid, signal.SIGKILL)
+        optimizer.step()
+        model.module[1] = nn.ReLU()
+        results.append([model(torch.ones(8, 6)), *held(model, optimizer)])
+    assert same(*results)
+
+
 def test_T2_all_replicas_die(killable: Executor) -> None:
     """The error says how many steps are lost; training goes on from the last sync."""
     model, optimizer = small(killable)
@@ -567,19 +581,6 @@ def test_T2_all_replicas_die(killable: Executor) -> None:
     killable.grow()
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at a call of what trains, by its number, as Ctrl-C may."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.calls = at, 0
-
-    def __call__(self, frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_call") and "driver/resident" in frame.f_code.co_filename:
-            self.calls += 1
-            if self.calls == self.at:
-                raise KeyboardInterrupt
-
-
 def test_T2_ctrl_c_at_any_call(two: Executor) -> None:
     """It ends a step, and the next one goes on with the weights and the state that are there."""
     model, optimizer = small(two)
@@ -589,16 +590,7 @@ def test_T2_ctrl_c_at_any_call(two: Executor) -> None:
         model.module[0].weight.sum()
         assert optimizer.state[model.module[2].bias]
 
-    at, came = 0, True
-    while came:
-        at += 3
-        interrupt = Interrupt(at)
-        with contextlib.suppress(KeyboardInterrupt):
-            sys.setprofile(interrupt)
-            step()
-        sys.setprofile(None)
-        came = interrupt.calls >= at
-        step()
+    interrupted(step, "driver/resident", KeyboardInterrupt)
     x = torch.ones(4, 6)
     torch.testing.assert_close(model(x), model.module(x))
 
@@ -783,7 +775,7 @@ def test_T3_parameters_and_state_that_change(two: Executor) -> None:
         del second.param_groups[-1]
         results.append([t.clone() for t in model.state_dict().values()])
         if inside:
-            assert "made later" in str(raised(first.step))
+            assert all("made later" in str(raised(use)) for use in (first.step, first.grad_norm))
             assert type(pickle.loads(pickle.dumps(second))) is kind
         advance(model, second, 5)
         gone = weakref.ref(net)

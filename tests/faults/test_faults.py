@@ -5,6 +5,7 @@ had.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ended, kill, limited, raised
+from harness import ended, interrupted, kill, limited, raised
 from mortal import Everything, Mortal, arm, fate, rows, same, state, survives, whole
 from torch import Tensor, nn
 
@@ -202,6 +203,8 @@ def change(how: str, model: Any, x: Tensor) -> None:
             model.module.eval()
         elif how == "arguments":
             x.zero_()
+        elif how == "requires_grad":
+            model.module.bias.requires_grad_(False)
 
 
 LONG = [
@@ -210,7 +213,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("how", ["parameter 'weight'", *LONG])
+@pytest.mark.parametrize("how", ["parameter 'weight'", "requires_grad", *LONG])
 def test_a_graph_of_another_state_is_not_made(how: str, killable: Executor) -> None:
     """A named error; no gradient is left, and what the graph needs not is not minded."""
     model = DataParallel(nn.Linear(4, 2), executor=killable)
@@ -322,21 +325,22 @@ def test_ctrl_c_while_everybody_is_dead(killable: Executor) -> None:
     assert torch.equal(model(x), expected)
 
 
-def test_ctrl_c_before_a_request_is_sent(
-    killable: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody waits for the answer to what was never asked."""
-    model, x = DataParallel(nn.Linear(4, 2), executor=killable), torch.ones(4, 4)
-    expected = model(x)
-    client = killable.replica_set.ready()[1].client
+@pytest.mark.parametrize(
+    ("error", "every"),
+    [(TimeoutError, 19), pytest.param(KeyboardInterrupt, 3, marks=pytest.mark.long)],
+)
+def test_an_exception_at_any_call(error: Any, every: int, killable: Executor) -> None:
+    """Whatever a signal's handler raises, and wherever: each call gets the answer that is its own,
+    nobody waits for what was never asked, and no graph stays.
+    """
+    model, number = DataParallel(nn.Linear(4, 2), executor=killable), itertools.count(1.0)
 
-    def pressed(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def step() -> None:
+        x = torch.full((4, 4), next(number))
+        torch.testing.assert_close(model(x), model.module(x))
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(client, "send", pressed)
-        model(x)
-    assert torch.equal(model(x), expected)
+    interrupted(step, "wire/channel", error, every)
+    assert [held for _, held in whole(killable).flush()] == [0, 0]
 
 
 class Slow(nn.Module):

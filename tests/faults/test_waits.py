@@ -86,9 +86,11 @@ CALLS: dict[str, Callable[[DataParallel[Any], Any, Tensor], Any]] = {
     "clip": lambda model, optimizer, out: optimizer.clip_grad_norm_(1.0),
     "step": lambda model, optimizer, out: (optimizer.step(), model.sync()),
     "flush": lambda model, optimizer, out: model.executor.flush(),
+    "resume": lambda model, optimizer, out: (nn.init.ones_(next(model.parameters())), model(X)),
 }
 
 
+@pytest.mark.timeout(50)  # less than a start may take
 @pytest.mark.parametrize("what", [*CALLS])
 def test_a_stopped_replica_does_not_stop_a_call(what: str, killable: Executor) -> None:
     """With a limit it counts as dead, and others do its part, whatever the call was doing."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raydp_parallel.cluster import placement, ray_api
-from raydp_parallel.cluster.placement import Hold, _in_order, at_home, booked, places
+from raydp_parallel.cluster.placement import Hold, _in_order, at_home, places
 from raydp_parallel.cluster.ray_api import Node
 from raydp_parallel.options import Options
 
@@ -51,21 +51,6 @@ def test_replicas_are_numbered_in_the_order_of_nodes() -> None:
     holds = [Hold(None, 0, name) for name in ("a", "a", "c", "b")]
     found = _in_order(dict(zip(wanted, holds, strict=True)), ["a", "b"])
     assert [found[place].node for place in places((0, 1, 2, "cpu"))] == ["a", "b", "c", "a"]
-
-
-def test_two_replicas_on_one_gpu(at: At) -> None:
-    """Each GPU counts as two."""
-    machines = [node("a", 1), node("b", 2)]
-    assert at(machines, [0, 1, 5, 6], gpus_per_replica=0.5) == ["a", "a", "b", None]
-    assert at([node("a", 1)], [2, 3], gpus_per_replica=0.3) == ["a", None]
-
-
-def test_what_is_booked() -> None:
-    """For GPU replicas too; what is nothing is left out."""
-    options = Options(cpus_per_replica=2, gpus_per_replica=0.5, resources={"disk": 1})
-    assert booked("gpu", options) == {"CPU": 2, "GPU": 0.5, "disk": 1}
-    assert booked("cpu", options) == {"CPU": 2, "disk": 1}
-    assert booked("cpu", Options()) == {}
 
 
 def test_cpu_replicas_go_round(at: At) -> None:
