@@ -113,7 +113,6 @@ def test_the_dashboard_asks_for_exactly_the_metrics_that_exist() -> None:
     text = command._DASHBOARD.read_text()
     names = {f"ray_{name}_total" for name in metrics.COUNTERS}
     names.add(f"ray_{metrics.INFO[0]}")
-    assert len(names) == 10
     assert set(re.findall(r"ray_raydp_\w+", text)) == names
 
 

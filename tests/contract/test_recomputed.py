@@ -32,7 +32,6 @@ class Drifting(nn.Module):
 
 
 def tell(net: Any, inputs: tuple[Tensor]) -> None:
-    """Let the inputs choose the attribute, outside of the block."""
     net.block.gain = inputs[0].detach().mean().item()
 
 

@@ -772,12 +772,14 @@ def test_T3_parameters_and_state_that_change(two: Executor) -> None:
         second = optimizer_of(model, inside, kind, lr=0.1)
         second.add_param_group({"params": []})
         advance(model, second, 4)
+        net.body.weight.data.mul_(0.5)  # which moves no version
+        advance(model, second, 5)
         del second.param_groups[-1]
         results.append([t.clone() for t in model.state_dict().values()])
         if inside:
             assert all("made later" in str(raised(use)) for use in (first.step, first.grad_norm))
             assert type(pickle.loads(pickle.dumps(second))) is kind
-        advance(model, second, 5)
+        advance(model, second, 6)
         gone = weakref.ref(net)
         del model, net, first, second
         gc.collect()
