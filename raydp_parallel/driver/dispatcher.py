@@ -349,9 +349,8 @@ class Dispatcher:
             if slot.client.closed:
                 slot.pending = None
                 self._set.lost(slot, pending.life, call.phase, "an exception, such as Ctrl-C")
-            elif (
-                slot.client.phase != "owed"
-            ):  # it was not sent, so that the replica does not know this
+            elif slot.client.phase != "owed":
+                # It was not sent, so that the replica does not know this yet.
                 slot.pending = None
                 slot.forget.extend(forget)
                 if call.makes is not None:
@@ -396,6 +395,7 @@ class Dispatcher:
         finally:
             if pending.answer is None and pending.gone is None and client.phase != "owed":
                 pending.gone = "its answer was lost"  # the frame was read, and an exception came
+                slot.revisions.clear()  # if that was a step, it may have been made
             over = pending.answer is not None or pending.gone or slot.life != pending.life
             if slot.pending is pending and over:
                 slot.pending = None
