@@ -11,6 +11,7 @@ import pickle
 import signal
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.utils.checkpoint
 from harness import carried, interrupted, kill, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from raydp_parallel import (
     DataParallel,
@@ -140,7 +142,7 @@ def train(executor: Executor, kind: Any, inside: bool, **how: Any) -> list[Tenso
             loss.backward()
         if how.get("clip") == "torch" or (how.get("clip") and not inside):
             own = [p for group in optimizer.param_groups for p in group["params"]]
-            found.append(torch.nn.utils.clip_grad_norm_(own, 0.3))
+            found.append(clip_grad_norm_(own, 0.3))
         elif how.get("clip"):
             found.append(optimizer.clip_grad_norm_(0.3))
         optimizer.step()
@@ -292,12 +294,14 @@ def test_T5_gradients_that_the_program_changes(what: str, two: Executor) -> None
 
 
 def test_T5_the_norm_of_what_is_accumulated(two: Executor) -> None:
-    """After each of two backwards; the step uses the sum of both."""
+    """After each of two backwards, and of what was clipped; the step uses the sum of both."""
 
     def program(model: Any, optimizer: Any) -> Any:
         for step in range(2):
             model(torch.full((8, 6), 1.0 + step)).square().mean().backward()
             yield norm_of(model, optimizer)
+        getattr(optimizer, "clip_grad_norm_", partial(clip_grad_norm_, [*model.parameters()]))(0.1)
+        yield norm_of(model, optimizer)
         optimizer.step()
 
     compare(two, program, close=True)
@@ -811,7 +815,7 @@ def test_T3_the_scaler(two: Executor) -> None:
             factor = torch.inf if step == 2 else 1.0
             scaler.scale(model(torch.ones(4, 6) * step).square().sum() * factor).backward()
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            clip_grad_norm_(model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
         assert model.stats().steps_behind in (0, 3)  # nothing was fetched

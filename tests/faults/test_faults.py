@@ -330,9 +330,7 @@ def test_ctrl_c_while_everybody_is_dead(killable: Executor) -> None:
     [(TimeoutError, 19), pytest.param(KeyboardInterrupt, 3, marks=pytest.mark.long)],
 )
 def test_an_exception_at_any_call(error: Any, every: int, killable: Executor) -> None:
-    """Whatever a signal's handler raises, and wherever: each call gets the answer that is its own,
-    nobody waits for what was never asked, and no graph stays.
-    """
+    """Of a signal's handler, wherever it comes: each call gets its own answer, no graph stays."""
     model, number = DataParallel(nn.Linear(4, 2), executor=killable), itertools.count(1.0)
 
     def step() -> None:
