@@ -60,6 +60,8 @@ class ActorClient:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, ray_api.TaskError):  # this is the answer
+                self.phase = ""
             if isinstance(error, TimeoutError) and time.monotonic() >= until:
                 why = f"no answer within {timeout:g} s, Options(call_timeout)"
             elif isinstance(error, ray_api.RayError) and not isinstance(error, ray_api.TaskError):
