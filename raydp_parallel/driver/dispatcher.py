@@ -338,8 +338,7 @@ class Dispatcher:
         if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
             call.makes.slot, call.makes.life = slot, slot.life
         try:
-            slot.pending = pending
-            pending.before = tuple(slot.client.moved)
+            slot.pending, pending.before = pending, tuple(slot.client.moved)
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
             slot.pending, pending.gone = None, str(gone)

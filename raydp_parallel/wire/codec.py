@@ -214,5 +214,7 @@ def unflat(parts: Flat, device: torch.device) -> Any:
     """Put a message together. The bytes are copied: those in Ray's object store are read-only."""
     body, specs, data = parts
     layout = Layout(pickle.loads(specs))
-    row, _ = upload(layout, Run(torch.from_numpy(np.array(data))), device)
+    # NumPy gives an empty array a stride of 0, which torch views as no other dtype.
+    memory = torch.from_numpy(np.array(data)).as_strided(data.shape, (1,))
+    row, _ = upload(layout, Run(memory), device)
     return decode(body, row)
