@@ -115,7 +115,7 @@ def test_a_call_does_not_wait_for_the_new_process(
         )
         whole(killable)
     after = killable.stats()
-    for name in ("deaths", "replays", "respawns"):
+    for name in ("deaths", "respawns"):  # its chunk may not have been sent any more
         assert getattr(after, name) == getattr(before, name) + 1
     (line,) = [r.getMessage() for r in caplog.records if "died" in r.getMessage()]
     parts = "replica 1 for device cpu", f"pid {lost.pid}", lost.node[:8], "in forward", "run again"
