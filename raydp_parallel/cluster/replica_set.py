@@ -78,7 +78,7 @@ class Successor(threading.Thread):
     """
 
     def __init__(self, slot: ReplicaSlot, starter: Starter, died: str) -> None:
-        # That the last one died is said, and Ray is asked why; nothing if none did.
+        # ``died`` says that the last one did, and Ray is asked why; it is empty if none did.
         super().__init__(name="raydp-respawn", daemon=True)
         self.client: Client | None = None  # once it has started
         self.problem: errors.ParallelError | None = None  # why not yet, or never
@@ -129,8 +129,7 @@ class ReplicaSet:
         # By place, in the order in which they were first filled.
         self.slots: dict[Place, ReplicaSlot] = {}
         self.recorder = Recorder(name)
-        self.closed = False
-        self.forked = False  # True where replicas are of the process that this one was forked from
+        self.closed = self.forked = False  # forked where replicas are of this one's parent
         self.lock = threading.RLock()
         self._starter: Starter | None = None
         _sets.add(self)
@@ -153,7 +152,7 @@ class ReplicaSet:
 
     def _refresh(self) -> Starter:
         """Make sure that replicas belong to the cluster that is connected now."""
-        if self.closed:
+        if self.closed or _ending.is_set():
             raise errors.ExecutorClosed(_CLOSED)
         if self._starter is None or not self._starter.alive():
             # The cluster was left, and the replicas with it.
@@ -293,14 +292,16 @@ class ReplicaSet:
 
 
 _sets: weakref.WeakSet[ReplicaSet] = weakref.WeakSet()
+_ending = threading.Event()
+"""Is set when the program ends: a thread that goes on would start another cluster."""
 
 
 @atexit.register
 def _stop_all() -> None:
     """End all threads before the program leaves Ray: Ray ends a process with a thread inside it."""
+    _ending.set()
     for known in [*_sets]:
         if not known.forked:
-            known.closed = True  # a thread that goes on would start another cluster
             known._stop_successors()
 
 
