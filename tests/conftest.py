@@ -1,4 +1,6 @@
-"""One Ray for all tests: a node with two GPUs that it only counts."""
+"""Replicas for all tests: forked ones, see tests/support/forked.py, and for tests that are marked
+``ray`` those of one Ray, which has a node with two GPUs that it only counts.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,16 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+
+import raydp_parallel
+from raydp_parallel import Options
+from raydp_parallel.cluster import replica_set
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Ray Tune does not take back its handler of Ctrl-C, which later tests press.
@@ -17,24 +25,26 @@ os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
 
 _nodes = 0
 _cluster: Any = None
+_on_ray: bool | None = None  # None: neither has begun
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--long`` adds the tests that take their time, ``--nodes 2`` runs on several nodes, so that
-    all replicas are far. ``--way sent`` maps no weights, ``--way deadly`` ends the replica that is
-    called, every 50th time.
+    """``--long`` adds the tests that take their time, ``--ray`` runs all on Ray, ``--nodes 2`` on
+    several nodes of it, so that all replicas are far. ``--way sent`` maps no weights, ``--way
+    deadly`` ends the replica that is called, every 50th time.
     """
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
+    parser.addoption("--ray", action="store_true", help="run all tests on Ray")
     parser.addoption("--nodes", type=int, default=0, help="as many, beside the driver's head")
     parser.addoption("--way", choices=("", "sent", "deadly"), default="", help="of a call")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let replicas compute with one thread, as tests do."""
-    from raydp_parallel import Options
-
     global _nodes
     _nodes = config.getoption("--nodes")
+    if not config.getoption("--ray") and not _nodes:
+        forked.start()
     Options.__init__.__kwdefaults__.update(threads=1)
     _WAYS[config.getoption("--way")]()
     # A shell starts programs in the background with SIGINT ignored; tests of Ctrl-C would hang.
@@ -71,11 +81,68 @@ def deadly() -> None:
 _WAYS: dict[str, Any] = {"": lambda: None, "sent": sent, "deadly": deadly}
 
 
+def needs_ray(item: pytest.Item) -> bool:
+    """Tell if a test is to run on Ray."""
+    asked = item.config.getoption("--ray") or _nodes
+    return bool(asked or item.get_closest_marker("ray"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long tests to ``--long``."""
+    """Leave long tests to ``--long``, and let those that need Ray run first."""
     if not config.getoption("--long"):
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    items.sort(key=needs_ray, reverse=True)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one process run all files with tests that need Ray, so that there is one Ray."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneRay(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ray" if "mark.ray" in Path(config.rootpath, file).read_text() else file
+
+    return OneRay(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let replicas be those that the test needs."""
+    choose(needs_ray(item))
+
+
+def pytest_sessionfinish() -> None:
+    """Leave nothing behind."""
+    leave()
+
+
+def choose(on_ray: bool) -> None:
+    """Let replicas be Ray's from now on, or forked ones. The others end."""
+    global _on_ray
+    if on_ray != _on_ray:
+        leave()
+        forked.use(not on_ray)
+    if on_ray:
+        start_ray()
+    _on_ray = on_ray
+
+
+def leave() -> None:
+    """End all replicas, and Ray."""
+    global _on_ray, _cluster
+    _shared.close()
+    raydp_parallel.shutdown()
+    for known in [*replica_set._sets]:
+        known.close()
+    if _on_ray:
+        import ray
+
+        ray.shutdown()
+        if _cluster is not None:
+            _cluster.shutdown()
+    _on_ray = _cluster = None
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +163,7 @@ class Executors:
 
     def __call__(self, count: int = 2, **options: Any) -> Any:
         """Give an executor with so many CPU replicas, all of which are ready."""
-        import raydp_parallel
-
-        start_ray()
-        chosen = raydp_parallel.Options(**options)
+        chosen = Options(**options)
         if chosen.name is None:
             return self._part(count, chosen)
         found = self._made.pop((count, chosen), None)
@@ -133,25 +197,9 @@ _shared = Executors()
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """A running Ray with 2 GPUs that are none."""
-    import ray
-
-    import raydp_parallel
-
-    start_ray()
-    yield
-    raydp_parallel.shutdown()
-    ray.shutdown()
-    if _cluster is not None:
-        _cluster.shutdown()
-
-
-@pytest.fixture(scope="session")
-def executors(cluster: None) -> Iterator[Executors]:
+def executors() -> Executors:
     """Executors for tests that are not about how one starts or ends."""
-    yield _shared
-    _shared.close()
+    return _shared
 
 
 @pytest.fixture(scope="module", autouse=True)

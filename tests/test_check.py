@@ -8,8 +8,6 @@ import pytest
 
 from raydp_parallel import check, command
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 
 def test_all_holds(capfd: pytest.CaptureFixture[str]) -> None:
     """Each check is ok, each device is timed, and the last line says so."""

@@ -26,14 +26,14 @@ from raydp_parallel import (
     errors,
 )
 
-pytestmark = pytest.mark.usefixtures("cluster", "usable_afterwards")
+pytestmark = pytest.mark.usefixtures("usable_afterwards")
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
 
 
 @pytest.fixture
-def usable_afterwards(cluster: None) -> Iterator[None]:
+def usable_afterwards() -> Iterator[None]:
     """After the test the shared executor runs forward and backward, and, if no replica died, with
     the same processes.
     """

@@ -28,8 +28,6 @@ from torch.nn.utils import parametrizations, prune
 
 from raydp_parallel import DataParallel, Executor
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 CPUS = ["cpu", "cpu"]
 
 

@@ -37,7 +37,7 @@ from raydp_parallel import (
     scatter,
 )
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = pytest.mark.ray
 
 
 def net() -> nn.Module:

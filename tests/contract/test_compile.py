@@ -30,7 +30,7 @@ TWO = ["cpu", "cpu"]
 
 
 @pytest.fixture(autouse=True)
-def _fresh(cluster: None) -> Iterator[None]:
+def _fresh() -> Iterator[None]:
     """A compiler that has seen nothing."""
     torch._dynamo.reset()
     yield

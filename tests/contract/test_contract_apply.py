@@ -24,8 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel, ReplicaExit, parallel_apply, replicate
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 CPUS = ["cpu", "cpu"]
 
 

@@ -25,8 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import raydp_parallel
 from raydp_parallel import DataParallel, Options
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 TWICE = "Trying to backward through the graph a second time"
 IN_PLACE = "modified by an inplace operation"
 

@@ -19,8 +19,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from raydp_parallel import DataParallel
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 TWO = ["cpu", "cpu"]
 Pair = namedtuple("Pair", "x y")
 

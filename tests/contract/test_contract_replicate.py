@@ -19,8 +19,6 @@ from torch.nn.utils import parametrizations
 import raydp_parallel
 from raydp_parallel import DataParallel, parallel_apply, replicate
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 CPUS = ["cpu", "cpu"]
 
 

@@ -21,8 +21,6 @@ import raydp_parallel
 from raydp_parallel import DataParallel, Options, data_parallel
 from raydp_parallel.devices.cuda import check_balance
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
 

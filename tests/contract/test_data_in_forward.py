@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from raydp_parallel import DataParallel
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 
 class Replaces(nn.Module):
     """Replaces the data of what it is told in each forward."""

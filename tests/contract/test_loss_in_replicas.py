@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 ROWS = 7
 """In three chunks of 3, 3 and 1 rows."""
 SAME = nn.Identity()

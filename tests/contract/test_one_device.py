@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 import raydp_parallel
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 
 class Remembers(nn.Module):
     """Rebinds a number, a buffer and an attribute with a graph, and appends to a list, in each

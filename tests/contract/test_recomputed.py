@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from raydp_parallel import DataParallel
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 
 class Drifting(nn.Module):
     """Scales by a buffer that each call moves, and an attribute: gradients tell what it found."""

@@ -94,7 +94,6 @@ class Uses(nn.Module):
         return x * self.proxy.weight.sum() * self.slotted.factor + self.slotted.get("bias")
 
 
-@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("name", ["stdout", "stderr", "__stdout__", "__stderr__"])
 def test_a_replica_has_its_own_streams(name: str) -> None:
     """Also that of before another was put in its place; and the forward after it sends nothing
@@ -109,7 +108,6 @@ def test_a_replica_has_its_own_streams(name: str) -> None:
     assert model.executor.stats().state_sends == before
 
 
-@pytest.mark.usefixtures("cluster")
 def test_handlers_and_bars() -> None:
     """A handler writes to the replica's own stream; a bar counts, and is put back before the next
     forward.
@@ -120,7 +118,6 @@ def test_handlers_and_bars() -> None:
     model.module.bar.close()
 
 
-@pytest.mark.usefixtures("cluster")
 def test_objects_that_delegate() -> None:
     """In a module, and as an argument; their attributes and slots come along."""
     net = Uses()

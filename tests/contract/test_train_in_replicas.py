@@ -33,8 +33,6 @@ from raydp_parallel import (
     convert_sync_batchnorm,
 )
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 
 class Net(nn.Module):
     """Batch norm, dropout, tied weights, a frozen and an unused parameter."""

@@ -12,8 +12,6 @@ from harness import assert_same_grads, assert_same_state, tiny_gpt2, trio
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 STEPS = 20
 
 

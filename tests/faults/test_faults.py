@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel, Executor, GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.cluster import replica_set
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 TWO = ["cpu", "cpu"]
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from raydp_parallel import DataParallel, TransferError
 
-pytestmark = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
 
 

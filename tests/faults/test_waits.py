@@ -29,7 +29,7 @@ from raydp_parallel.wire.channel import _HEADER, Channel
 from raydp_parallel.wire.group import Abandoned, Exchange, close_store, open_store
 from raydp_parallel.wire.messages import ExchangeRequest
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 CPU = torch.device("cpu")
 X = torch.arange(32.0).view(4, 8) / 32
@@ -281,9 +281,7 @@ def test_a_death_while_another_joins(
 
 
 @pytest.mark.long
-def test_a_replica_that_stops_before_it_connects(
-    monkeypatch: pytest.MonkeyPatch, cluster: None
-) -> None:
+def test_a_replica_that_stops_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its start fails when its time is over."""
     meet = Starter._meet
 

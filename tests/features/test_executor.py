@@ -38,8 +38,6 @@ from raydp_parallel.monitoring.stats import ReplicaInfo
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
 
-on_cluster = pytest.mark.usefixtures("cluster")
-
 
 class Pids(nn.Module):
     """Says in which process each row was seen."""
@@ -82,7 +80,6 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 2)
 
 
-@on_cluster
 def test_replicas_are_described(two: Executor) -> None:
     """One frozen entry per device: index, device, node, process and state."""
     found = two.replicas()
@@ -96,7 +93,6 @@ def test_replicas_are_described(two: Executor) -> None:
         found[0].pid = 3  # type: ignore[misc]
 
 
-@on_cluster
 def test_close_ends_the_processes() -> None:
     """After the with block replicas are closed and refused, their processes end, and others go on.
     Ray does not take the end for an accident, of which it would tell the user, in red.
@@ -127,7 +123,6 @@ def test_close_ends_the_processes() -> None:
     assert DataParallel(linear(), TWO)(batch()).shape == (6, 2)
 
 
-@on_cluster
 def test_stats_count(two: Executor) -> None:
     """Forwards, trips back, rows and bytes, of all and of each replica; frozen, as a dict, and as a
     table.
@@ -156,7 +151,6 @@ def test_stats_count(two: Executor) -> None:
     assert str(after.replicas[1].pid) in lines[3]
 
 
-@on_cluster
 def test_an_executor_in_a_pickle_or_a_copy(two: Executor) -> None:
     """A copy of a wrapper keeps the executor; out of a pickle comes the process's, for replicas do
     not travel.
@@ -169,7 +163,6 @@ def test_an_executor_in_a_pickle_or_a_copy(two: Executor) -> None:
     assert again.executor is shared(Options()) and torch.equal(again(batch()), out)
 
 
-@on_cluster
 def test_one_actor_per_device_for_all_wrappers() -> None:
     """Any number of wrappers of any module uses the same processes, the n-th "cpu" always
     the same.
@@ -183,7 +176,6 @@ def test_one_actor_per_device_for_all_wrappers() -> None:
     assert [replica(batch(1)).item() for replica in replicate(Pids(), TWO)] == pids[:2]
 
 
-@on_cluster
 def test_wrappers_options_do_not_start_more_replicas() -> None:
     """How gradients and scalars come out is the wrapper's matter; what concerns processes makes
     another executor.
@@ -194,7 +186,6 @@ def test_wrappers_options_do_not_start_more_replicas() -> None:
     assert DataParallel(linear(), TWO, options=other).executor is not plain
 
 
-@on_cluster
 def test_a_wrapper_inside_a_wrapped_module_runs_in_place() -> None:
     """In a replica the inner wrapper calls its module there, and the results are the plain
     module's.
@@ -225,7 +216,6 @@ class Tells:
             Path(self.folder, str(os.getpid())).touch()
 
 
-@on_cluster
 def test_dropping_a_wrapper_frees_its_replicas(two: Executor, tmp_path: Path) -> None:
     """With the last wrapper of a module its copies go, without the garbage collector; the actors
     stay.
@@ -254,7 +244,6 @@ def test_dropping_a_wrapper_frees_its_replicas(two: Executor, tmp_path: Path) ->
     assert {info.pid for info in two.replicas()} == pids
 
 
-@on_cluster
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
@@ -431,7 +420,6 @@ found["ended"] = not ray.is_initialized()
 
 
 @pytest.mark.long
-@on_cluster
 def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
     """The process's replicas end, the cluster goes on, and so do wrappers, with new replicas."""
     model = DataParallel(linear(), TWO)
@@ -447,7 +435,6 @@ def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
 
 
 @pytest.mark.long
-@on_cluster
 @pytest.mark.parametrize("how", ["RAY_ADDRESS", "running"])
 def test_ray_address_is_joined(how: str) -> None:
     """A driver joins the cluster that RAY_ADDRESS names or that runs here, sees its GPUs, and

@@ -76,7 +76,6 @@ def computed(model: Any) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("cluster")
 def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path) -> None:
     """`python exp/train.py`: Ray gives its workers the working folder first, Python gives a script
     its own.
@@ -94,7 +93,6 @@ def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path)
     assert re.findall(r"^\[[\d., ]*\] \[.*$", said, re.MULTILINE) == ["[3.0] [3.0]"] * 2, said
 
 
-@pytest.mark.usefixtures("cluster")
 def test_a_name_that_the_replica_has_loaded_from_another_file(modules: Callable[..., Any]) -> None:
     """The driver drops a module and imports a namesake: both models go on, each with its own
     source.
@@ -107,7 +105,6 @@ def test_a_name_that_the_replica_has_loaded_from_another_file(modules: Callable[
     assert computed(second) == 5.0
 
 
-@pytest.mark.usefixtures("cluster")
 def test_a_folder_that_is_added_between_two_models(
     modules: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -120,7 +117,6 @@ def test_a_folder_that_is_added_between_two_models(
     assert computed(DataParallel(loaded.Net(), ["cpu", "cpu"])) == 6.0
 
 
-@pytest.mark.usefixtures("cluster")
 def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) -> None:
     """Old objects keep the old code, new ones have the new; also where functions are changed in
     place.
@@ -142,7 +138,6 @@ def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("cluster")
 def test_a_file_that_changes_before_a_successor_starts(
     modules: Callable[..., Any], tmp_path: Path, executors: Any
 ) -> None:

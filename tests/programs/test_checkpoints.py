@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from raydp_parallel import DataParallel, Executor
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 TWO = ["cpu", "cpu"]
 
 

@@ -14,7 +14,7 @@ import pytest
 import ray
 from harness import ROOT, printed
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = pytest.mark.ray
 
 
 def run(*arguments: str, **environment: str) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("cluster")
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -21,8 +21,6 @@ from torch import nn
 import raydp_parallel
 from raydp_parallel import DataParallel, ParallelError
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 CPUS = ["cpu", "cpu"]
 X = torch.ones(4, 3)
 

@@ -108,7 +108,7 @@ class Notebook:
 
 
 @pytest.fixture
-def notebook(cluster: None, tmp_path: Path) -> Iterator[Notebook]:
+def notebook(tmp_path: Path) -> Iterator[Notebook]:
     """A notebook that uses the suite's cluster, after its first cell."""
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(ROOT))

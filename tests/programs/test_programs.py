@@ -21,8 +21,6 @@ from torch import nn
 import raydp_parallel
 from raydp_parallel import DataParallel, Executor
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 TWO = ["cpu", "cpu"]
 BASES = {"ours": (DataParallel, ["cpu"] * 3), "upstream's": (oracle.DataParallel, [0, 1, 2])}
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import measure, summary
 from benchmarks.measure import Effort
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.mark.parametrize("name", summary.NAMES)

@@ -88,7 +88,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.ray
 def test_it_runs_where_the_checkout_is_not(wheel: Path, tmp_path: Path) -> None:
     """Driver and replicas use what was installed, and so does the command."""
     site = tmp_path / "site"

@@ -1,0 +1,235 @@
+"""Replicas without Ray: processes that are forked from a warm one, in 30 ms.
+
+What the package asks of Ray is answered here, for one node with two GPUs that are only counted. All
+else is its own: placement, `Starter`, the actor's class, channels, windows, groups, dispatcher.
+
+A script has them by ``import forked; forked.start(); forked.use(True)``, before torch computes.
+``FORKED_LOG`` names a file for what replicas print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import ray
+import torch
+
+from raydp_parallel import errors
+from raydp_parallel.cluster import placement, ray_api
+from raydp_parallel.cluster import start as starting
+from raydp_parallel.devices import threads
+from raydp_parallel.devices.cuda import describe
+from raydp_parallel.replica import actor
+
+NODE = "forked"
+_PARENT_ENDS = 1  # prctl's signal for it
+_zygote: socket.socket | None = None
+_driver = 0
+_session: object = None  # of the replicas that are in use
+
+
+# --- processes ---
+
+
+def start() -> None:
+    """Fork the process that replicas are forked from, before this one has threads."""
+    global _zygote, _driver
+    if _zygote is None:
+        _driver = os.getpid()
+        _zygote, requests = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        if not os.fork():
+            _serve(requests)
+        requests.close()
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PARENT_ENDS, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _serve(requests: socket.socket) -> NoReturn:
+    """Fork replicas until the driver ends."""
+    assert _zygote is not None
+    try:
+        _zygote.close()
+        _end_with(_driver)
+        os.setsid()  # Ctrl-C is the driver's
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        log = os.open(os.environ.get("FORKED_LOG", os.devnull), flags)
+        for stream in range(3):
+            os.dup2(log, stream)
+        torch.set_num_threads(1)
+        importlib.import_module("torch._dynamo")  # optimizers do
+
+        gc.freeze()
+        here = os.getpid()
+        while True:
+            message, fds, _, _ = socket.recv_fds(requests, 1 << 20, 1)
+            if not message:
+                break
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if not os.fork():
+                _end_with(here)
+                _be_replica(socket.socket(fileno=fds[0]), *pickle.loads(message))
+            os.close(fds[0])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _be_replica(
+    orders: socket.socket, kind: str, index: int, path: list[str], variables: Mapping[str, str]
+) -> NoReturn:
+    """Make an actor, which serves as soon as it is told a name."""
+    sys.path[:] = path
+    os.environ.update(variables)
+    random.seed()
+    torch.seed()
+    about = SimpleNamespace(
+        get_accelerator_ids=lambda: {"GPU": [str(index)] if kind == "gpu" else []},
+        get_node_id=lambda: NODE,
+    )
+    ray.get_runtime_context = lambda: about
+    made = actor.ReplicaActor.__ray_metadata__.modified_class(kind, index)
+    orders.send(str(os.getpid()).encode())
+    if name := orders.recv(1 << 10).decode():
+        orders.close()
+        made.serve(name)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class Actor:
+    """A replica's handle, and a reference to its life: a call that lasts as long as it does."""
+
+    def __init__(self, kind: str, index: int, variables: Mapping[str, str]) -> None:
+        assert _zygote is not None
+        self._orders, theirs = socket.socketpair()
+        message = pickle.dumps((kind, index, sys.path, {**variables}))
+        socket.send_fds(_zygote, [message], [theirs.fileno()])
+        theirs.close()
+        self._orders.settimeout(300)
+        said = self._orders.recv(100)
+        if not said:
+            raise ray_api.RayError("a replica ended as it began")
+        self.pid, self._process = int(said), os.pidfd_open(int(said))
+        hello = describe(torch.device("cpu"), NODE)._replace(pid=self.pid)
+        self.hello = _method(lambda: (hello, actor.versions()))
+        self.serve = _method(self._serve)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process"):
+            os.close(self._process)
+
+    def _serve(self, name: str) -> Actor:
+        with contextlib.suppress(OSError):  # it is dead
+            self._orders.send(name.encode())
+        return self
+
+    def lives(self) -> bool:
+        """Tell if its process has not ended."""
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return not poll.poll(0)
+
+    def kill(self) -> None:
+        """End it."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+
+def _method(function: Any) -> Any:
+    return SimpleNamespace(remote=function)
+
+
+# --- in the place of Ray ---
+
+
+class _Actors:
+    """In the place of Ray's class for actors."""
+
+    @staticmethod
+    def options(**options: Any) -> Any:
+        """Take those that matter here."""
+        variables = options.get("runtime_env", {}).get("env_vars", {})
+        return _method(lambda kind, index: Actor(kind, index, variables))
+
+
+def _connect(start: bool = True) -> bool:
+    if os.getpid() != _driver:
+        raise errors.forked()
+    return True
+
+
+def _make_session() -> Any:
+    mine = _session
+    return lambda: _session is mine
+
+
+def _nodes() -> list[ray_api.Node]:
+    return [ray_api.Node(NODE, {"CPU": float(threads.cores()), "GPU": 2.0})]
+
+
+def _late(refs: Sequence[Any], seconds: float = 0.0) -> list[Any]:
+    return [ref for ref in refs if isinstance(ref, Actor) and ref.lives()]
+
+
+_ANSWERS = {
+    "PAUSE": 0.001,
+    "connect": _connect,
+    "session": _make_session,
+    "here": lambda: NODE,
+    "is_private": lambda: True,
+    "nodes": _nodes,
+    "living": lambda: frozenset([NODE]),
+    "draining": frozenset,
+    "free": lambda names: "nobody knows",
+    "group": lambda name, bundles, *about: (name, len(bundles)),
+    "nodes_of": lambda group: [NODE] * group[1],
+    "remove": lambda groups: None,
+    "strategy": lambda *hold: None,
+    "get": lambda ref, timeout=None: None if isinstance(ref, Actor) else ref,
+    "late": _late,
+    "kill": Actor.kill,
+}
+_PLACES = (
+    *((ray_api, name, answer) for name, answer in _ANSWERS.items()),
+    (placement, "is_private", _ANSWERS["is_private"]),
+    (placement, "nodes", _nodes),
+    (starting, "ReplicaActor", _Actors),
+)
+_ray = [getattr(module, name) for module, name, _ in _PLACES]
+
+
+def use(forked: bool) -> None:
+    """Let executors that are made from now on have forked replicas, or Ray's again. The others are
+    to be closed.
+    """
+    global _session
+    _session = object() if forked else None
+    for (module, name, answer), rays in zip(_PLACES, _ray, strict=True):
+        setattr(module, name, answer if forked else rays)
+
+
+def used() -> bool:
+    """Tell if replicas are forked now."""
+    return _session is not None
