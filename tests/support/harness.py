@@ -16,6 +16,7 @@ import sys
 import time
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,30 @@ class Apply(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
+
+
+def made_of(**parts: Any) -> Callable[[Callable[..., Any]], Callable[[], Apply]]:
+    """Make a class of modules, so to say, of what they do in forward.
+
+    Args:
+        parts: What each of them has, by its name: sizes are those of a linear layer, a function
+            makes it, and all else is copied.
+    """
+
+    def make(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return nn.Linear(*part)
+        return part() if isfunction(part) else copy.deepcopy(part)
+
+    def decorate(forward: Callable[..., Any]) -> Callable[[], Apply]:
+        return lambda: Apply(forward, **{name: make(part) for name, part in parts.items()})
+
+    return decorate
+
+
+def ones(*shape: int, **how: Any) -> nn.Parameter:
+    """A parameter of ones."""
+    return nn.Parameter(torch.ones(shape), **how)
 
 
 class Trio(NamedTuple):
