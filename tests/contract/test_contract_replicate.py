@@ -12,7 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import Apply, assert_same_grads, assert_same_state, copied, raised, trio
+from harness import Apply, assert_same_grads, assert_same_state, copied, made_of, ones, raised, trio
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -34,27 +34,21 @@ def train(x: Tensor, ours: Any, *others: Any, **tolerance: Any) -> Tensor:
     return outs[0].detach()
 
 
-class Report(nn.Module):
-    """Gives what a function finds in it, as one row per row of its input."""
+def report(find: Callable[[Any, Tensor], Any]) -> Any:
+    """A module that gives what a function finds in it, as one row per row of its input."""
 
-    def __init__(self, find: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.find = find
-        self.weight = nn.Parameter(torch.ones(2, 3))
-        self.child = nn.Linear(3, 2)
-        self.params = nn.ParameterList([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))])
-        self.named = nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
-        self.register_buffer("buffer", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = torch.as_tensor([float(value) for value in self.find(self, x)])
+    def forward(net: Any, x: Tensor) -> Tensor:
+        found = torch.as_tensor([float(value) for value in find(net, x)])
         return found.expand(len(x), -1) + 0 * x.sum()
 
+    params, named = nn.ParameterList([ones(1), ones(2)]), nn.ParameterDict({"a": ones(3)})
+    parts = {"weight": ones(2, 3), "child": nn.Linear(3, 2), "params": params, "named": named}
+    return Apply(forward, **parts, buffer=nn.Buffer(torch.zeros(3)))
 
-def found(find: Callable[[Any, Tensor], Any], replicas: int = 2) -> list[list[float]]:
+
+def found(find: Callable[[Any, Tensor], Any]) -> list[list[float]]:
     """What each replica finds."""
-    out = DataParallel(Report(find), ["cpu"] * replicas)(torch.ones(replicas, 3))
-    return out.tolist()
+    return DataParallel(report(find), CPUS)(torch.ones(2, 3)).tolist()
 
 
 # --- R1 to R4: parameters inside a replica ---
@@ -64,40 +58,39 @@ def found(find: Callable[[Any, Tensor], Any], replicas: int = 2) -> list[list[fl
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_R1_every_replica_computes_with_the_master_s_values(replicas: int) -> None:
     """All dtypes at once, 0-dim and empty tensors among them, in as many replicas as there are."""
-    train(torch.randn(8, 3, dtype=torch.float64), *trio(Mixed(), replicas))
+    train(torch.randn(8, 3, dtype=torch.float64), *trio(mixed(), replicas)[:2])
 
 
-class Mixed(nn.Module):
-    """Parameters of many kinds."""
+DTYPES = {
+    f"{name}_": nn.Parameter(torch.rand(3).to(getattr(torch, name)))
+    for name in ("double", "float", "half", "bfloat16")
+}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.doubles = nn.Parameter(torch.randn(3, dtype=torch.float64))
-        self.floats = nn.Parameter(torch.randn(3))
-        self.bfloats = nn.Parameter(torch.randn(3).bfloat16())
-        self.halves = nn.Parameter(torch.randn(3).half())
-        self.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        self.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
-        self.register_buffer("ints", torch.arange(3))
-        self.register_buffer("flags", torch.tensor([True, False, True]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.doubles * self.scalar + self.floats.double() + self.bfloats.double()
-        x = x + self.halves.double()
-        return x * self.ints + self.flags + self.empty.sum()
+@made_of(
+    **DTYPES,
+    scalar=nn.Parameter(torch.tensor(2.0, dtype=torch.float64)),
+    empty=nn.Parameter(torch.empty(0, 3, dtype=torch.float64)),
+    ints=nn.Buffer(torch.arange(3)),
+    flags=nn.Buffer(torch.tensor([True, False, True])),
+)
+def mixed(net: Any, x: Tensor) -> Tensor:
+    """Uses parameters of many kinds."""
+    x = x * net.double_ * net.scalar + net.float_ + net.half_ + net.bfloat16_
+    return x * net.ints + net.flags + net.empty.sum()
 
 
 def test_R2_replicas_have_real_parameters() -> None:
     """A deviation: upstream's replicas have none, so that next(self.parameters()) raises."""
 
-    def find(net: Report, x: Tensor) -> list[Any]:
+    def find(net: Any, x: Tensor) -> list[Any]:
         first, parameters = next(net.parameters()), [*net.parameters()]
         real = [isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in parameters]
         counts = [len(parameters), len(net.state_dict()), len([*net.named_buffers()])]
         named = [net.named["a"].numel(), [*net.named_parameters()][1][0] == "child.weight"]
         return [*real, first is net.weight, len(net.params), *counts, *named]
 
-    net = Report(find)
+    net = report(find)
     expected = net(torch.ones(1, 3))
     assert expected[0, :6].tolist() == [1.0] * 6
     assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == expected.tolist() * 2
@@ -131,7 +124,7 @@ def test_R3_zero_grad_in_a_replica_warns_and_leaves_the_master_s_gradients() -> 
 def test_R3_parameters_that_functional_call_swaps_are_used_in_a_replica() -> None:
     """What is shown besides is not what the module computes with."""
 
-    def find(net: Report, x: Tensor) -> Any:
+    def find(net: Any, x: Tensor) -> Any:
         swapped = {"weight": torch.full((2, 3), 5.0), "bias": torch.zeros(2)}
         return torch.func.functional_call(net.child, swapped, (x,)).flatten().tolist()
 
@@ -167,55 +160,44 @@ def replicated(
     return [o.requires_grad for o in plain], net.weight.grad, x.grad
 
 
-def test_R4_replicate_without_detach_is_differentiable_as_upstream_s() -> None:
-    """Gradients of both replicas add up in the module and in the input."""
+@pytest.mark.parametrize("detach", [False, True])
+def test_R4_replicate_is_differentiable_as_upstream_s_without_detach(detach: bool) -> None:
+    """Gradients of both replicas add up in the module and in the input. With detach no output leads
+    to the module (upstream's replica 0 is the module), and inputs get theirs.
+    """
     net = nn.Linear(3, 2)
-    ours, theirs = (
-        replicated(raydp_parallel, CPUS, net, False),
-        replicated(oracle, [0, 1], net, False),
-    )
-    assert ours[0] == theirs[0] == [True, True]
-    torch.testing.assert_close(ours[1:], theirs[1:])
-
-
-def test_R4_replicate_with_detach_gives_no_gradients() -> None:
-    """No output leads to the module (upstream's replica 0 is the module); inputs get theirs."""
-    net = nn.Linear(3, 2)
-    ours, theirs = (
-        replicated(raydp_parallel, CPUS, net, True),
-        replicated(oracle, [0, 1], net, True),
-    )
-    assert ours[0] == [False, False]
-    assert ours[1] is None
+    ours = replicated(raydp_parallel, CPUS, net, detach)
+    theirs = replicated(oracle, [0, 1], net, detach)
+    assert ours[0] == [not detach] * 2
+    torch.testing.assert_close(ours[1], None if detach else theirs[1])
     torch.testing.assert_close(ours[2], theirs[2])
 
 
 # --- R5 to R8: buffers ---
 
 
-class Traced(nn.Module):
+BUFFERS = {
+    "in_place": nn.Buffer(torch.zeros(3)),
+    "rebound": nn.Buffer(torch.zeros(3)),
+    "unkept": nn.Buffer(torch.zeros(3), persistent=False),
+    "count": nn.Buffer(torch.zeros((), dtype=torch.long)),
+}
+
+
+@made_of(weight=ones(3), **BUFFERS)
+def traced(net: Any, x: Tensor) -> Tensor:
     """Writes to its buffers in place and by rebinding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("in_place", torch.zeros(3))
-        self.register_buffer("rebound", torch.zeros(3))
-        self.register_buffer("unkept", torch.zeros(3), persistent=False)
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.in_place.add_(x.detach().mean(0))
-        self.unkept.add_(x.detach().mean(0))
-        self.rebound = self.rebound + 1
-        self.count += 1
-        return x * self.weight + self.in_place + self.rebound + self.count
+    net.in_place.add_(x.detach().mean(0))
+    net.unkept.add_(x.detach().mean(0))
+    net.rebound = net.rebound + 1
+    net.count += 1
+    return x * net.weight + net.in_place + net.rebound + net.count
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_R6_in_place_changes_of_chunk_0_persist_and_rebinding_is_lost(replicas: int) -> None:
     """R5, R6: the master's buffers are those of upstream, step after step."""
-    ours, theirs, _ = trio(Traced(), replicas)
+    ours, theirs, _ = trio(traced(), replicas)
     for _ in range(3):
         train(torch.randn(8, 3), ours, theirs)
         assert_same_state(ours, theirs)
@@ -228,7 +210,7 @@ def test_R5_the_master_s_own_tensors_are_written_to() -> None:
     """A deviation: chunk 0 works on copies; what it wrote is written into the master's tensors,
     wherever they show.
     """
-    ours, theirs, _ = trio(Traced(), 2)
+    ours, theirs, _ = trio(traced(), 2)
     for model in (ours, theirs):
         net = model.module
         before = net.in_place, net.in_place.data_ptr(), net.in_place._version
@@ -301,7 +283,7 @@ def test_R9_frozen_parameters_are_frozen_in_the_replica() -> None:
     def find(net: Any, _x: Tensor) -> list[bool]:
         return [p.requires_grad for p in net.parameters()]
 
-    net = Report(find)
+    net = report(find)
     net.child.requires_grad_(False)
     expected = [float(p.requires_grad) for p in net.parameters()]
     assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == [expected] * 2
@@ -354,19 +336,10 @@ class Odd(nn.Module):
         self.register_buffer("halves", torch.ones(3).half())
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.no_parameter is None
-        assert self.no_buffer is None
-        assert self.no_child is None
-        assert self.linear.bias is None
+        assert self.no_parameter is self.no_buffer is self.no_child is self.linear.bias is None
         assert self.empty.shape == (0, 3)
-        assert set(self.state_dict()) == {
-            "linear.weight",
-            "ints",
-            "bools",
-            "empty",
-            "scalar",
-            "halves",
-        }
+        kept = {"ints", "bools", "empty", "scalar", "halves"}
+        assert {*self.state_dict()} == {"linear.weight", *kept}
         return self.linear(x) * self.unkept * self.ints * self.bools * self.scalar + self.halves
 
 
@@ -472,7 +445,8 @@ def test_R14_a_class_of_a_script_may_use_what_refuses_pickling() -> None:
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_R14_recurrent_nets(kind: Any) -> None:
     """Flat weights follow the replica, through steps of an optimizer and a change of dtype."""
-    models = trio(Recurrent(kind), 2)
+    net = Apply(recurrent, net=kind(3, 4, 2, batch_first=True, bidirectional=True))
+    models = trio(net, 2)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
     for dtype in (torch.float, torch.float, torch.double):
         for model in models:
@@ -482,17 +456,11 @@ def test_R14_recurrent_nets(kind: Any) -> None:
             optimizer.step()
 
 
-class Recurrent(nn.Module):
-    """A bidirectional recurrent net of two layers."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.net = kind(3, 4, 2, batch_first=True, bidirectional=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = [*self.net.parameters()] or self.net._flat_weights  # upstream's replicas have none
-        assert all(a is b for a, b in zip(self.net._flat_weights, own, strict=True))
-        return self.net(x)[0]
+def recurrent(net: Any, x: Tensor) -> Tensor:
+    """Its flat weights are its own."""
+    own = [*net.net.parameters()] or net.net._flat_weights  # upstream's replicas have none
+    assert all(a is b for a, b in zip(net.net._flat_weights, own, strict=True))
+    return net.net(x)[0]
 
 
 LAZY = {
@@ -573,25 +541,22 @@ def test_R16_replicas_can_be_called_and_differentiated_alone() -> None:
 # --- R17 to R19: complex, strides, pickling ---
 
 
-class Complex(nn.Module):
+@made_of(
+    weight=lambda: nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+    doubles=lambda: nn.Parameter(torch.randn(3, 3, dtype=torch.complex128)),
+    mean=nn.Buffer(torch.zeros(3, dtype=torch.complex64)),
+)
+def complex_net(net: Any, x: Tensor) -> Tensor:
     """Complex weights and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        self.doubles = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
-        self.register_buffer("mean", torch.zeros(3, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.add_(x.detach().mean(0))
-        return ((x * self.weight).to(torch.complex128) @ self.doubles) + self.mean
+    net.mean.add_(x.detach().mean(0))
+    return ((x * net.weight).to(torch.complex128) @ net.doubles) + net.mean
 
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_R17_complex_parameters_and_buffers(replicas: int) -> None:
     """Values, gradients and state are complex, and upstream's."""
-    ours, theirs, plain = trio(Complex(), replicas)
+    ours, theirs, plain = trio(complex_net(), replicas)
     for _ in range(2):
         x = torch.randn(6, 3, dtype=torch.complex64)
         assert train(x, ours, theirs).dtype == torch.complex128
@@ -599,30 +564,26 @@ def test_R17_complex_parameters_and_buffers(replicas: int) -> None:
         assert_same_state(ours, plain)
 
 
-class Strides(nn.Module):
+@made_of(
+    conv=lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+    turned=lambda: nn.Parameter(torch.randn(4, 3).t()),
+)
+def strides(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Says how its weights lie."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.turned = nn.Parameter(torch.randn(4, 3).t())
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        strides = torch.tensor([*self.conv.weight.stride(), *self.turned.stride(), *x.stride()])
-        out = self.conv(x) * self.turned.sum()
-        return out, strides.expand(len(x), -1)
+    found = torch.tensor([*net.conv.weight.stride(), *net.turned.stride(), *x.stride()])
+    return net.conv(x) * net.turned.sum(), found.expand(len(x), -1)
 
 
 def test_R18_strides_are_kept_in_replicas_and_in_gradients() -> None:
     """channels_last weights, transposed ones, and inputs; gradients lie as their parameters."""
-    ours, theirs, plain = trio(Strides(), 2)
+    ours, theirs, plain = trio(strides(), 2)
     images = torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
     xs = [images.clone().requires_grad_() for _ in range(3)]
     results = [model(x) for model, x in zip((ours, theirs, plain), xs, strict=True)]
-    for x, (out, strides) in zip(xs, results, strict=True):
+    for x, (out, found) in zip(xs, results, strict=True):
         out.sum().backward()
         assert x.grad.is_contiguous(memory_format=torch.channels_last)
-        assert strides[0].tolist() == results[2][1][0].tolist()
+        assert found[0].tolist() == results[2][1][0].tolist()
         assert out.is_contiguous(memory_format=torch.channels_last)
     assert_same_grads(ours, theirs)
     for model in (ours, theirs):
