@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from harness import carried, interrupted, kill, raised
+from harness import carried, interrupted, kill, made_of, ones, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -34,24 +34,14 @@ from raydp_parallel import (
 )
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Batch norm, dropout, tied weights, a frozen and an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.middle = nn.Linear(8, 8)
-        self.tied = nn.Linear(8, 8)
-        self.tied.weight = self.middle.weight
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.unused = nn.Linear(3, 3)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.first(x)).relu()
-        h = torch.dropout(self.tied(self.middle(h).relu()).relu(), 0.2, self.training)
-        return self.last(self.frozen(h))
+    middle, tied = nn.Linear(8, 8), nn.Linear(8, 8)
+    tied.weight, tied.unused = middle.weight, nn.Linear(3, 3)
+    first = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), middle, nn.ReLU(), tied, nn.ReLU()
+    return nn.Sequential(
+        *first, nn.Dropout(0.2), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 3)
+    )
 
 
 def optimizer_of(model: Any, inside: bool, kind: Any, params: Any = None, **keywords: Any) -> Any:
@@ -75,12 +65,18 @@ def layers() -> nn.Module:
 
 
 def small(
-    executor: Executor, inside: bool = True, make: Any = layers, kind: Any = torch.optim.Adam
+    executor: Executor,
+    inside: bool = True,
+    make: Any = layers,
+    kind: Any = torch.optim.Adam,
+    params: Any = None,
+    **settings: Any,
 ) -> tuple[DataParallel[Any], Any]:
-    """Make a small model and its optimizer."""
+    """Make a small model and its optimizer; a function may say which parameters it has."""
     torch.manual_seed(0)
     model = DataParallel(make(), executor=executor)
-    return model, optimizer_of(model, inside, kind, lr=0.01)
+    settings = {"lr": 0.01, **copy.deepcopy(settings)}
+    return model, optimizer_of(model, inside, kind, params and params(model), **settings)
 
 
 def advance(model: DataParallel[Any], optimizer: Any, step: int) -> Tensor:
@@ -101,53 +97,50 @@ def norm_of(model: Any, optimizer: Any) -> Tensor:
 
 
 def compare(
-    executor: Executor, program: Callable[..., Any], *made: Any, close: bool = False
+    executor: Executor,
+    program: Callable[..., Any],
+    *made: Any,
+    close: bool = False,
+    behind: int | None = None,
+    **settings: Any,
 ) -> None:
     """Run a program with the optimizer in this process and in the replicas: it returns the same
-    tensors, and so do weights and state.
+    tensors, and so do weights and state. The master may have to be so many steps behind by then.
     """
     results = []
     for inside in (False, True):
-        model, optimizer = small(executor, inside, *made)
+        model, optimizer = small(executor, inside, *made, **settings)
         seen = [t.detach().clone() for t in program(model, optimizer) or ()]
+        assert behind is None or model.stats().steps_behind == behind * inside
         results.append([*seen, *held(model, optimizer)])
     assert close or same(*results)
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def train(executor: Executor, kind: Any, inside: bool, **how: Any) -> list[Tensor]:
-    """Train, and collect losses, weights, buffers and the optimizer's state."""
-    torch.manual_seed(3)
-    net = Net()
-    model = DataParallel(net, executor=executor)
-    params: Any = None
-    if how.get("groups"):
-        biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
-        others = [p for name, p in net.named_parameters() if not name.endswith("bias")]
-        params = [{"params": biases, "weight_decay": 0.0}, {"params": others}]
-    optimizer = optimizer_of(model, inside, kind, params, **copy.deepcopy(how.get("keywords", {})))
+def clipped(model: Any, optimizer: Any, most: float, own: bool = True) -> Tensor:
+    """Clip gradients, by the optimizer's own method or by torch's; returns their norm."""
+    if own and hasattr(optimizer, "clip_grad_norm_"):
+        return optimizer.clip_grad_norm_(most)  # type: ignore[no-any-return]
+    return clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], most)
+
+
+def train(model: Any, optimizer: Any, clip: str = "") -> Any:
+    """Train six steps with a scheduler."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    found = []
-    for step in range(how.get("steps", 6)):
+    for step in range(6):
         torch.manual_seed(step)
         optimizer.zero_grad(set_to_none=step % 3 > 0)
-        for _ in range(how.get("accumulated", 1)):
-            count = how.get("rows", 12) if step != 1 else 1  # one chunk
-            x, y = torch.randn(count, 6), torch.randint(0, 3, (count,))
-            model.train(count > 1)
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-        if how.get("clip") == "torch" or (how.get("clip") and not inside):
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            found.append(clip_grad_norm_(own, 0.3))
-        elif how.get("clip"):
-            found.append(optimizer.clip_grad_norm_(0.3))
+        count = 12 if step != 1 else 1  # one chunk
+        x, y = torch.randn(count, 6), torch.randint(0, 3, (count,))
+        model.train(count > 1)
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        yield loss
+        if clip:
+            yield clipped(model, optimizer, 0.3, clip == "own")
         optimizer.step()
         scheduler.step()
-        found.append(loss.detach())
-    assert model.stats().steps_behind == (how.get("steps", 6) if inside else 0)
-    return [*found, *held(model, optimizer)]
 
 
 # --- the same bits ---
@@ -172,30 +165,28 @@ def test_T1_the_bits_of_the_optimizer_in_the_driver(kind: str, two: Executor) ->
     """Steps with a scheduler, tied weights, batch norm, dropout, frozen and unused parameters, and
     a batch of one chunk.
     """
-    made, keywords = KINDS[kind]
-    found = [train(two, made, inside, keywords=keywords) for inside in (True, False)]
-    assert same(*found)
+    made, settings = KINDS[kind]
+    compare(two, train, net, made, behind=6, **settings)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases are a group of their own."""
+    named = [*model.named_parameters()]
+    biases, others = ([p for n, p in named if ("bias" in n) == of] for of in (True, False))
+    return [{"params": biases, "weight_decay": 0.0}, {"params": others}]
 
 
 @pytest.mark.parametrize("clip", ["torch", "own"])
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_T1_groups_and_clipping(clip: str, replicas: int, executors: Any) -> None:
     """Clipping by torch or where the gradients are, with two groups."""
-    how = {"groups": True, "clip": clip, "keywords": {"lr": 0.01}}
-    executor = executors(replicas)
-    found = [train(executor, torch.optim.Adam, inside, **how) for inside in (True, False)]
-    assert same(*found)
+    compare(executors(replicas), partial(train, clip=clip), net, params=groups)
 
 
-class Words(nn.Module):
+@made_of(words=lambda: nn.Embedding(400, 64, sparse=True), last=(64, 3))
+def words(net: Any, x: Tensor) -> Tensor:
     """An embedding with sparse gradients, and a layer with others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.last = nn.Embedding(400, 64, sparse=True), nn.Linear(64, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.words(x).mean(1))
+    return net.last(net.words(x).mean(1))
 
 
 def test_T1_sparse_gradients(two: Executor) -> None:
@@ -207,30 +198,29 @@ def test_T1_sparse_gradients(two: Executor) -> None:
             model(torch.randint(0, 400, (8, 100))).square().sum().backward()
             optimizer.step()
 
-    compare(two, program, Words, torch.optim.SGD)
+    compare(two, program, words, torch.optim.SGD)
 
 
 def test_T1_two_nets(two: Executor) -> None:
     """A generator and a critic, each with its optimizer, and a part that a third model shares."""
-    results = []
-    for inside in (False, True):
-        torch.manual_seed(0)
-        nets = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 1))
-        maker, critic = (DataParallel(net, executor=two) for net in nets)
-        both = DataParallel(nn.Sequential(*nets), executor=two)
-        optimizers = [optimizer_of(m, inside, torch.optim.Adam, lr=0.1) for m in (maker, critic)]
-        found = []
+
+    def program(maker: Any, optimizer: Any) -> Any:
+        net, inside = nn.Linear(2, 1), hasattr(optimizer, "grad_norm")
+        critic, both = (
+            DataParallel(n, executor=two) for n in (net, nn.Sequential(maker.module, net))
+        )
+        optimizers = optimizer, optimizer_of(critic, inside, torch.optim.Adam, lr=0.1)
         for step in range(4):
-            noise = torch.randn(6, 4)
+            noise = torch.randn(6, 6)
             for one in optimizers:
                 one.zero_grad()
             fake = maker(noise)
             out = critic(fake if step % 2 else fake.detach())
             out.mean().backward()
             optimizers[step % 2].step()
-            found += [out.detach(), both(noise).detach()]
-        results.append([*found, *both.state_dict().values()])
-    assert same(*results)
+            yield from (out, both(noise), *net.parameters())
+
+    compare(two, program)
 
 
 # --- what travels ---
@@ -298,7 +288,7 @@ def test_T5_the_norm_of_what_is_accumulated(two: Executor) -> None:
         for step in range(2):
             model(torch.full((8, 6), 1.0 + step)).square().mean().backward()
             yield norm_of(model, optimizer)
-        getattr(optimizer, "clip_grad_norm_", partial(clip_grad_norm_, [*model.parameters()]))(0.1)
+        clipped(model, optimizer, 0.1)
         yield norm_of(model, optimizer)
         optimizer.step()
 
@@ -377,18 +367,16 @@ def test_T5_gradients_that_are_sent(two: Executor) -> None:
     compare(two, program)
 
 
-class Wide(nn.Module):
+def conv() -> nn.Module:
+    return nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+
+
+@made_of(first=(6, 512), square=(512, 512), last=(4, 3), conv=conv)
+def wide(net: Any, x: Tensor) -> Tensor:
     """Gradients that are large, those of a layer that runs twice, and those that lie otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.square, self.last = nn.Linear(6, 512), nn.Linear(512, 512), nn.Linear(4, 3)
-        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.square(self.first(x)).relu()
-        h = torch.utils.checkpoint.checkpoint(self.square, h, use_reentrant=True)
-        return self.last(self.conv(h.view(-1, 2, 16, 16)).mean((2, 3)))
+    h = net.square(net.first(x)).relu()
+    h = torch.utils.checkpoint.checkpoint(net.square, h, use_reentrant=True)
+    return net.last(net.conv(h.view(-1, 2, 16, 16)).mean((2, 3)))
 
 
 class Looking(torch.optim.SGD):
@@ -413,7 +401,7 @@ def test_T5_memory_that_is_used_again(kind: Any, two: Executor) -> None:
     results = []
     for inside in (False, True):
         torch.manual_seed(0)
-        models = [DataParallel(Wide(), executor=two) for _ in range(2)]
+        models = [DataParallel(wide(), executor=two) for _ in range(2)]
         keywords = {"lr": 1e-3, "fused": kind is torch.optim.AdamW}
         optimizers = [optimizer_of(model, inside, kind, **keywords) for model in models]
         weights = [model.module.square.weight for model in models]
@@ -682,15 +670,14 @@ def test_T3_a_parameter_of_another_class(two: Executor) -> None:
 
 def test_T3_another_name_of_a_weight(two: Executor) -> None:
     """It has the values of the last fetch, and what is written there is overwritten."""
-    results = []
-    for inside in (True, False):
-        model, optimizer = small(two, inside)
+
+    def program(model: Any, optimizer: Any) -> None:
         alias = model.module[0].weight.detach()
         for step in range(2):
             advance(model, optimizer, step)
-            alias.mul_(1 - inside)
-        results.append(held(model, optimizer))
-    assert same(*results)
+            alias.mul_(0 if hasattr(optimizer, "grad_norm") else 1)
+
+    compare(two, program)
 
 
 def for_a_call(net: Any, model: Any, optimizer: Any) -> Any:
@@ -742,15 +729,10 @@ def test_T3_parameters_that_leave(how: Any, two: Executor) -> None:
     compare(two, lambda model, optimizer: how(model.module, model, optimizer))
 
 
-class Mixed(nn.Module):
+@made_of(body=lambda: nn.Linear(6, 8).double(), head=(8, 2))
+def mixed(net: Any, x: Tensor) -> Tensor:
     """Weights of two dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 8).double(), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x.double()).float())
+    return net.head(net.body(x.double()).float())
 
 
 def test_T3_parameters_and_state_that_change(two: Executor) -> None:
@@ -760,7 +742,7 @@ def test_T3_parameters_and_state_that_change(two: Executor) -> None:
     results = []
     for inside in (True, False):
         torch.manual_seed(0)
-        model = DataParallel(Mixed(), executor=two)
+        model = DataParallel(mixed(), executor=two)
         net: Any = model.module
         kind = torch.optim.SGD
         first = optimizer_of(model, inside, kind, net.body.parameters(), lr=0.1, momentum=0.9)
@@ -816,9 +798,8 @@ def test_T3_the_scaler(two: Executor) -> None:
             clip_grad_norm_(model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
-        assert model.stats().steps_behind in (0, 3)  # nothing was fetched
 
-    compare(two, program)
+    compare(two, program, behind=3)  # nothing was fetched
 
 
 def test_T3_other_wrappers(two: Executor, killable: Executor) -> None:
@@ -856,22 +837,17 @@ def test_T3_synchronised_batch_norm(two: Executor) -> None:
 # --- what is refused ---
 
 
-class Meddler(nn.Module):
+@made_of(weight=ones(6))
+def meddler(net: Any, x: Tensor) -> Tensor:
     """Writes to its weights in forward, when its input is negative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() < 0:
-            self.weight.data.clamp_(max=0.5)
-        return x * self.weight
+    if x.sum() < 0:
+        net.weight.data.clamp_(max=0.5)
+    return x * net.weight
 
 
 def test_T4_a_forward_that_writes_to_what_is_trained(two: Executor) -> None:
     """It is refused, and no replica goes on with what it wrote."""
-    model = DataParallel(Meddler(), executor=two)
+    model = DataParallel(meddler(), executor=two)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     error = raised(lambda: model(-torch.ones(4, 6)))
     assert "an optimizer in the replicas steps" in str(error)
