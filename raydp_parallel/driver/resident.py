@@ -60,7 +60,7 @@ States = tuple[list[Values], dict[int, Values]]
 class _Plan:
     """One step on its way, or the norm of gradients."""
 
-    step: StepRequest  # but for the member's place in the group
+    step: StepRequest  # but for what follows from the replicas that live as it is sent
     sums: list[Sum]  # that it sums
     calls: list[Call] = field(default_factory=list)  # one for each member
     sent: list[Pending | None] = field(default_factory=list)  # None where the replica was gone
@@ -330,27 +330,28 @@ class Resident:
         executor, slots = self._executor, self._members()
         for slot in slots:
             self.weights.ready(slot)
-        chunks = self.gradients.chunks(plan.sums, slots)
+        sums, given = plan.sums, plan.step.given
+        chunks = self.gradients.chunks(sums, slots)
         if not chunks:
-            plan.step.given.update(self.gradients.total(plan.sums))
-            plan.sums = []
-        last = [(slot, slot.life) for slot in slots], plan.sums
+            sums, given = [], given | self.gradients.total(sums)
+        last = [(slot, slot.life) for slot in slots], sums
         again = bool(chunks) and self._normed == last
         self._normed = None if plan.step.norm is None else last
         seats: Sequence[ExchangeRequest | None] = [None] * len(slots)
         if chunks and len(slots) > 1 and not again:
             seats = groups.join(executor, slots).seats
-        plan.step = plan.step._replace(
-            summed=tuple([one.slot for one in plan.sums]),
+        step = plan.step._replace(
+            given=given,
+            summed=tuple([one.slot for one in sums]),
             chunks=tuple(chunks),
-            scale=plan.sums[0].scale if chunks else None,
+            scale=sums[0].scale if chunks else None,
             again=again,
             number=self.weights.steps,
             threads=executor.replica_set.threads(len(slots)),
         )
         plan.calls, plan.sent = [], []
         for slot, seat in zip(slots, seats, strict=True):
-            plan.calls.append(Call(slot, "step", plan.step._replace(exchange=seat)))
+            plan.calls.append(Call(slot, "step", step._replace(exchange=seat)))
         self.weights.coming = plan
         self._go_on(plan)
 
