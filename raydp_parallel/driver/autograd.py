@@ -44,6 +44,7 @@ from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph, own
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers, Sums
+from raydp_parallel.driver.resident_gradients import Kept
 from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
@@ -285,13 +286,13 @@ class Backward:
             self._run(adding)
             sums = adding.finish(dense=call.unused != "none")
             filled = {call.leaves[at].kind for at in sums}
-            kept = self._kept - sums.keys()  # sparse ones come all the same
-            if any([resident.gradients.having(call.leaves[at].tensor) for at in kept]):
+            if any([resident.gradients.having(call.leaves[at].tensor) for at in self._kept]):
                 filled.add("parameter")
             zeros = call.unused == "zeros" and "parameter" in filled
-            for at in kept:
-                PLAINLY(resident.gradients.stand_in, (), (call.leaves[at].tensor, zeros))
-        return call.settle(sums, self._needed - kept, filled)
+            for at in self._kept:  # of sparse ones the sum comes, and is added to what is kept
+                fill = zeros and at not in sums
+                PLAINLY(resident.gradients.stand_in, (), (call.leaves[at].tensor, fill))
+        return call.settle(sums, self._needed - self._kept, filled)
 
     def derive(self, pinned: Sequence[GraphHandle]) -> list[Tensor | None]:
         """Higher order: the same trip, with results that can be differentiated again. The handles
@@ -345,11 +346,11 @@ class Backward:
             if chunk.first and answer.writes.slots:
                 chunk.master.write_back(answer.writes, False, trip.part.mark)
         executor.dispatcher.effects(flight, answers)
-        for trip, answer in zip(trips, answers, strict=True) if self._kept else ():
-            stays = [at for at, there in zip(trip.part.all, answer.reached, strict=True) if there]
-            tensors = [call.leaves[at].tensor for at in stays if at is not None]
-            chunk = trip.part.chunk
-            chunk.master.resident.gradients.note(chunk.number, tensors, trip)
+        for trip, answer in zip(trips, answers, strict=True):
+            if trip.kept is not None:
+                stays = zip(trip.part.all, answer.reached, strict=True)
+                tensors = [call.leaves[at].tensor for at, there in stays if there and at is not None]
+                trip.part.chunk.master.resident.gradients.note(trip.kept, trip.life, tensors, trip)
         return answers
 
     def _trips(self, seats: Sequence[ExchangeRequest], plain: int) -> list[_Trip]:
@@ -456,15 +457,20 @@ class _Trip(Call):
         master = part.chunk.master
         super().__init__(part.chunk.slot, "backward", request, master)
         self.needs = [part.graph, *[graph for graph in graphs if graph is not part.graph]]
+        self.kept: Kept | None = None
+        self.life = 0  # of the replica that keeps gradients
         if max(request.needed, default=SENT) >= KEPT:
             self.recipes = {graph: graph.recipe for graph in self.needs}
-            self.needs.insert(0, master.resident.gradients.of(part.chunk.number))
+            self.kept = master.resident.gradients.of(part.chunk.number)
+            self.needs.insert(0, self.kept)
         self.part, self.makes = part, makes
         self._versions = versions_of(request.grads)
 
     def request(self, slot: ReplicaSlot, attempt: int) -> BackwardRequest:
         """Return the request; after the first attempt the driver sums."""
         request: BackwardRequest = self.message
+        if self.kept is not None:  # until all chunks' are noted: one that failed adds nothing
+            self.life, self.kept.life = slot.life, -1
         if attempt and SUMMED in request.needed:
             terms, needed = request.terms, request.needed.replace(bytes([SUMMED]), bytes([SENT]))
             if terms.group is not None and not terms.group.layers:

@@ -315,7 +315,8 @@ class Forward:
     def _attach(self, answers: Sequence[Answer], rows: list[list[Tensor]]) -> None:
         """Make the outputs part of torch's graph."""
         leaves: list[Leaf] = []
-        known: dict[int, int] = {}
+        # A tensor of the module's that is also an input is two leaves: one may be kept in a replica.
+        known: dict[tuple[int, bool], int] = {}
         marks = {master: master.mark() for master in {call.chunk.master for call in self.calls}}
         # Where chunks reach the same leaves.
         alike: dict[tuple[Master, bool], list[int | None]] = {}
@@ -337,7 +338,8 @@ class Forward:
             found += [(Leaf(t, "input"), next(reached)) for t in call.inputs]
             numbers: list[int | None] = []
             for leaf, there in found:
-                number = known.setdefault(id(leaf.tensor), len(leaves)) if there else None
+                key = id(leaf.tensor), leaf.kind == "input"
+                number = known.setdefault(key, len(leaves)) if there else None
                 if number == len(leaves):
                     leaves.append(leaf)
                 numbers.append(number)

@@ -103,9 +103,7 @@ class Sums:
         there = [at for at, grad in zip(numbers, row, strict=True) if grad is not None]
         for at, view in zip(there, row.layout.views(self._run), strict=True):
             if at is not None:
-                view = view.to(self._leaves[at].tensor.device)
-                other = self._sums.get(at)  # of a parameter that is an input, too
-                self._sums[at] = view if other is None else view + other
+                self._sums[at] = view.to(self._leaves[at].tensor.device)
 
     def _add_apart(self, row: Row, numbers: Numbers) -> None:
         for at, grad in zip(numbers, row, strict=True):

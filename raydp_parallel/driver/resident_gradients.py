@@ -104,13 +104,15 @@ class Gradients:
         """Return what a chunk has kept so far, which its next backward adds to."""
         return self._kept.setdefault(chunk, Kept(chunk, self.sums))
 
-    def note(self, chunk: int, parameters: Sequence[Tensor], trip: Call) -> None:
-        """Note what a chunk's backward has kept, and that it makes it again."""
-        recipe = self._kept[chunk].recipe
-        if recipe is not None:
-            recipe.append(trip)
+    def note(self, kept: Kept, life: int, parameters: Sequence[Tensor], trip: Call) -> None:
+        """Note what a chunk's backward has kept, in which life of the slot, and that it makes it
+        again.
+        """
+        if kept.recipe is not None:
+            kept.recipe.append(trip)
         for p in parameters:
-            self.sums[p].chunks.add(chunk)
+            self.sums[p].chunks.add(kept.key)
+        kept.life = life
 
     def stand_in(self, parameter: Tensor, filled: bool) -> None:
         """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
