@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,15 +39,28 @@ def _replaced(value: Any, change: Callable[[RemoteGrad], Tensor]) -> Any:
     return value
 
 
+@dataclass(eq=False)
+class Stand:
+    """What is known of the gradient for which a `RemoteGrad` stands. Others watch its end, which
+    torch forbids for tensors that are swapped.
+    """
+
+    source: Resident  # its ``fetch`` lets this one, and perhaps others, have the value
+    known: Tensor | None = None  # the value, once it was fetched
+    touched: bool = False  # the program may have written to the value
+    zeroed: bool = False  # it is zero, whatever the replicas keep
+
+    def renew(self) -> None:
+        """Stand for what the replicas keep from now on."""
+        self.known, self.touched, self.zeroed = None, False, False
+
+
 class RemoteGrad(StandIn):
     """Stands in ``parameter.grad`` for the sum of what the replicas keep. The first operation on it
     fetches that.
     """
 
-    source: Resident  # its ``fetch`` lets this one, and perhaps others, have the value
-    known: Tensor | None = None  # the value, once it was fetched
-    touched = False  # the program may have written to the value
-    zeroed = False  # it is zero, whatever the replicas keep
+    stand: Stand
 
     @staticmethod
     def __new__(cls, like: Tensor, source: Resident) -> RemoteGrad:
@@ -54,32 +68,30 @@ class RemoteGrad(StandIn):
         made: RemoteGrad = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.source = source
+        made.stand = Stand(source)
         return made
-
-    def renew(self) -> None:
-        """Stand for what the replicas keep from now on."""
-        self.known, self.touched, self.zeroed = None, False, False
 
     def value(self) -> Tensor:
         """Return the value, as an ordinary tensor."""
-        if self.known is None and self.zeroed:
+        stand = self.stand
+        if stand.known is None and stand.zeroed:
             plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-            self.known = torch.zeros_like(plain, device=self.device)
-        return self.source.fetch(self) if self.known is None else self.known
+            stand.known = torch.zeros_like(plain, device=self.device)
+        return stand.source.fetch(stand) if stand.known is None else stand.known
 
     def given(self) -> Tensor:
         """Return the value in its memory, to keep it and to write there."""
         value = self.value()
-        self.touched, self.zeroed = True, False
+        self.stand.touched, self.stand.zeroed = True, False
         return value.detach()
 
     def _clear(self) -> None:
         """Be zero: in place, where the program has the memory, and sees and writes what comes."""
-        if self.known is not None and is_used(self.known):
-            self.known.zero_()
+        known = self.stand.known
+        if known is not None and is_used(known):
+            known.zero_()
         else:
-            self.known, self.zeroed = None, True
+            self.stand.known, self.stand.zeroed = None, True
 
     @classmethod
     def __torch_function__(

@@ -29,7 +29,7 @@ from raydp_parallel.devices import ambient, threads
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Pending, own
 from raydp_parallel.driver.executor import Executor
-from raydp_parallel.driver.remote_grad import RemoteGrad
+from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
 from raydp_parallel.driver.resident_gradients import Gradients, Sum
 from raydp_parallel.errors import ReplicaDied, StateLost
 from raydp_parallel.replica import exceptions
@@ -232,14 +232,14 @@ class Resident:
             self.weights.given.clear()
             self._master.edited = False
 
-    def fetch(self, grad: RemoteGrad) -> Tensor:
+    def fetch(self, stand: Stand) -> Tensor:
         """Bring all gradients to the driver, as who uses one uses all; returns the one's value."""
         with self._executor.trip():
             self.collect()
             self.gradients.fetch(self.gradients.sums.values())
-        if grad.known is None:
+        if stand.known is None:
             raise StateLost("the gradient went with the replicas that had it: all of them died")
-        return grad.known
+        return stand.known
 
     def begin(self) -> None:
         """Begin a backward."""
@@ -288,9 +288,9 @@ class Resident:
             if most is not None:
                 scale = torch.clamp(most / (norm + 1e-6), max=1.0)
                 for one in plan.sums:
-                    one.scale, stand = scale, one.stand()
-                    assert stand is not None
-                    stand.renew()
+                    assert one.stand is not None
+                    one.scale = scale
+                    one.stand.renew()
             return norm
 
     def _prepare(self, optimizer: InReplicas) -> None:
@@ -309,10 +309,9 @@ class Resident:
             grad, one = p.grad, self.gradients.sums.get(p)
             if slot is None or grad is None:
                 continue
-            stand = None if one is None else one.stand()
-            if one is None or stand is None or stand is not grad or stand.touched:
+            if one is None or one.stand is None or one.stand.touched:
                 given[slot] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
-            elif stand.zeroed or not (one.chunks or one.missed):
+            elif one.stand.zeroed or not (one.chunks or one.missed):
                 given[slot] = None
             else:
                 sums.append(one)

@@ -18,7 +18,7 @@ from torch import Tensor
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
-from raydp_parallel.driver.remote_grad import RemoteGrad
+from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
 from raydp_parallel.errors import GraphLost
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.messages import GradientsRequest
@@ -34,9 +34,15 @@ class Sum:
     parameter: Tensor
     slot: int  # its number in the replicas
     chunks: set[int] = field(default_factory=set)  # that have kept some of it
-    stand: Callable[[], RemoteGrad | None] = lambda: None  # gives what is in ``.grad`` for it
+    last: Callable[[], Stand | None] = lambda: None  # gives what was last put in ``.grad`` for it
     scale: Tensor | None = None  # its factor where it is used, after a clipping
     missed: bool = False  # some of it went with a replica, and cannot be made again
+
+    @property
+    def stand(self) -> Stand | None:
+        """What is in ``.grad`` for it; None if there is something else."""
+        grad, last = self.parameter.grad, self.last()
+        return last if isinstance(grad, RemoteGrad) and grad.stand is last else None
 
 
 class Kept(RemoteGraph):
@@ -75,8 +81,7 @@ class Gradients:
         anew = []
         for slot, p in self._master.trained.items():
             one = self.sums.setdefault(p, Sum(p, slot))
-            stand = one.stand()
-            if stand is None or stand is not p.grad or stand.zeroed:
+            if one.stand is None or one.stand.zeroed:
                 anew.append(one)
         self.fetch(anew)  # the program may still have what stood for the last ones
         for one in anew:
@@ -91,8 +96,8 @@ class Gradients:
             return False
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return False
-        stand = one.stand()
-        if stand is None or stand is not parameter.grad:
+        stand = one.stand
+        if stand is None:
             return parameter.grad is None
         return stand.zeroed or (not stand.touched and one.scale is None)
 
@@ -118,16 +123,16 @@ class Gradients:
         """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
         one = self.sums[parameter]
         if isinstance(parameter.grad, RemoteGrad):
-            parameter.grad.renew()
+            parameter.grad.stand.renew()
         elif one.chunks or filled:
             parameter.grad = made = RemoteGrad(parameter, self._source)
-            one.stand = weakref.ref(made)
+            one.last = weakref.ref(made.stand)
 
     # Where they are used.
 
     def fetch(self, sums: Collection[Sum]) -> None:
         """Bring gradients to the driver for which something stands."""
-        stands = {one.slot: one.stand() for one in sums}
+        stands = {one.slot: one.last() for one in sums}
         wanted = {
             n: one
             for n, one in stands.items()

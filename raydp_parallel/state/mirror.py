@@ -255,21 +255,24 @@ class Master:
     def lag(self) -> None:
         """Let the weights that replicas train be older here. Nobody compares them with copies."""
         for one in self.records.values():
-            if one.trained:
-                one.shadow = None
+            if one.trained and one.late is None:  # of no class that would fetch them
+                one.late, one.shadow = PLAINLY(one.tensor.detach, (), ()), None
 
     def catch_up(self) -> None:
         """Note that all weights are of now."""
         for one in self.records.values():
-            if one.trained and one.shadow is None:
+            if one.trained and one.late is not None:
+                one.late = None
                 one.keep_copy()
 
     def take(self, weights: dict[int, Tensor]) -> None:
-        """Take over what replicas have trained."""
+        """Take over what replicas have trained, in the memory that it was trained for: the program
+        may have put other tensors in its place.
+        """
         for one in self.records.values():
-            if one.slot in weights:
+            if one.slot in weights and one.late is not None:
                 with torch.no_grad():
-                    one.tensor.copy_(weights[one.slot])
+                    one.late.copy_(weights[one.slot])
                 one.written += 1
                 one.seen = one.tensor._version, one.seen[1], one.seen[2]
         self._updates = {}  # which tell versions

@@ -113,6 +113,7 @@ class Tracked:
     plain: bool = False  # a run may hold it
     trained: bool = False  # replicas have one of their own
     shadow: Tensor | None = None  # its contents as they were sent, if no run has them
+    late: Tensor | None = None  # its memory, while replicas have later contents
     written: int = 0  # by how much writes have moved its version that graphs need not know of
 
     @property
