@@ -348,9 +348,9 @@ class Backward:
         executor.dispatcher.effects(flight, answers)
         for trip, answer in zip(trips, answers, strict=True):
             if trip.kept is not None:
-                stays = zip(trip.part.all, answer.reached, strict=True)
-                tensors = [call.leaves[at].tensor for at, there in stays if there and at is not None]
-                trip.part.chunk.master.resident.gradients.note(trip.kept, trip.life, tensors, trip)
+                rows = zip(trip.part.all, answer.reached, strict=True)
+                stays = [call.leaves[at].tensor for at, there in rows if there and at is not None]
+                trip.part.chunk.master.resident.gradients.note(trip.kept, trip.life, stays, trip)
         return answers
 
     def _trips(self, seats: Sequence[ExchangeRequest], plain: int) -> list[_Trip]:
@@ -376,7 +376,9 @@ class Backward:
                 fates[at] = ADDED if has else KEPT
             try:
                 # One object may stand here twice: both summands of ``a + b`` get the same gradient.
-                grads = [grad.detach() for _, found in given for _, grad in found]
+                row = [grad for _, found in given for _, grad in found]
+                create = makes is not None
+                grads = [g.detach().requires_grad_(create and g.requires_grad) for g in row]
             except RuntimeError as error:
                 ambient.refuse_batches(error)
                 raise

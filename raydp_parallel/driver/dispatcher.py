@@ -404,10 +404,18 @@ class Dispatcher:
         return pending.answer
 
     def ask(self, call: Call) -> Answer | None:
-        """Call the replica of the call's slot, and no other; returns None if it died."""
-        answer = self.receive(self.send(call.slot, call))
-        if answer is not None and answer.failure is not None:
-            exceptions.reraise(answer.failure, str(call.slot))
+        """Call the replica of the call's slot, and no other; returns None if it died, or lacks what
+        the call takes for granted.
+        """
+        return self._single(call, call.slot, 0)
+
+    def _single(self, call: Call, slot: ReplicaSlot, attempt: int) -> Answer | None:
+        pending = self.send(slot, call, attempt)
+        answer = self.receive(pending)
+        if answer is None or not self._may_count(answer, pending):
+            return None
+        if answer.failure is not None:
+            exceptions.reraise(answer.failure, str(slot))
         return answer
 
     def settle(self, slot: ReplicaSlot) -> None:
@@ -438,15 +446,15 @@ class Dispatcher:
                 for one in needs:
                     if not one.on(slot):
                         self.remake(one, slot, call.phase, call.recipes.get(one))
-                call.prepare(slot)
-                answer = self.receive(self.send(slot, call, 1))
+                graph.life = -1  # until the replica has it
+                answer = None
+                while slot.ready and answer is None:  # it may lack something
+                    call.prepare(slot)
+                    answer = self._single(call, slot, 1)
             finally:
                 for one in freed:
                     one.drop()
             if answer is None:
                 return
-            if answer.failure is not None:
-                graph.life = -1  # the replica has none
-                exceptions.reraise(answer.failure, str(slot))
             self._set.recorder.replayed(slot.index)
         graph.slot, graph.life = slot, slot.life

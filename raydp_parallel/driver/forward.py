@@ -315,7 +315,7 @@ class Forward:
     def _attach(self, answers: Sequence[Answer], rows: list[list[Tensor]]) -> None:
         """Make the outputs part of torch's graph."""
         leaves: list[Leaf] = []
-        # A tensor of the module's that is also an input is two leaves: one may be kept in a replica.
+        # A parameter that is an input, too, is two leaves: replicas may keep one's gradient.
         known: dict[tuple[int, bool], int] = {}
         marks = {master: master.mark() for master in {call.chunk.master for call in self.calls}}
         # Where chunks reach the same leaves.

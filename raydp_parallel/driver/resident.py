@@ -107,11 +107,7 @@ class Weights:
             value = parcel(optimizers, "optimizer")
             update = self._executor.update(self._master, slot, weights)
             request = ResumeRequest(model, update, tuple(self._master.trained), value)
-            answer = self._executor.dispatcher.ask(Call(slot, "resume", request))
-            if answer is not None and answer.lacking:
-                slot.revisions.pop(model, None)
-            elif answer is not None:
-                slot.answered.add("resume")
+            if self._executor.dispatcher.ask(Call(slot, "resume", request)) is not None:
                 self.held[slot] = now
                 self.given.add(slot)
 
@@ -332,7 +328,7 @@ class Resident:
         sums, given = plan.sums, plan.step.given
         chunks = self.gradients.chunks(sums, slots)
         if not chunks:
-            sums, given = [], given | self.gradients.total(sums)
+            sums, given = [], {**given, **self.gradients.total(sums)}
         last = [(slot, slot.life) for slot in slots], sums
         again = bool(chunks) and self._normed == last
         self._normed = None if plan.step.norm is None else last

@@ -233,15 +233,14 @@ class Replica:
         terms, home = request.terms, self._graphs[request.graph]
         module, resident = home.model
         outputs = [self._graphs[key].outputs[k] for key, row in request.outputs for k in row]
-        create = request.derived is not None
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
-        given = [grad.detach().clone().requires_grad_(create) for grad in request.grads]
+        given = [t.detach().clone().requires_grad_(t.requires_grad) for t in request.grads]
         grads = [*given]
         for key, numbers in request.outputs:
             if not numbers:  # it only takes part in the layers of the others
                 idle = [t for t in self._graphs[key].outputs if t.requires_grad]
                 outputs += idle
-                grads += [torch.zeros_like(t, requires_grad=create) for t in idle]
+                grads += [*map(torch.zeros_like, idle)]
         needed, partial = request.needed, request.partial or home.derived
         keeps = max(needed, default=SENT) >= KEPT
         threads.use(self._device, terms.threads)
@@ -252,7 +251,13 @@ class Replica:
                 resident.begin(terms.chunk, home.slots, needed)
             with ambient.enter(terms.context), raw_access.noting() as home.found.touched:
                 found = engine.differentiate(
-                    outputs, grads, home.leaves, needed, partial, request.keep, create
+                    outputs,
+                    grads,
+                    home.leaves,
+                    needed,
+                    partial,
+                    keep=request.keep,
+                    create=request.derived is not None,
                 )
             # A checkpoint that ran again may have written once more.
             writes = module.end(home.found, keeps_data=False)

@@ -131,6 +131,14 @@ class Resident:
             p.grad = grads.get(slot)
         try:
             optimizer.step()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            kind = type(optimizer).__name__
+            raise TypeError(
+                f"optimizer: a step of {kind} differentiates the gradients, whose graphs are in "
+                f"your process: use {kind}(model.parameters(), ...)"
+            ) from error
         finally:
             self._last = {}
             for p in slots:

@@ -124,7 +124,8 @@ class BackwardRequest(NamedTuple):
     graph: int  # the graph of the forward whose leaves get gradients
     # Graphs, and which outputs have a gradient; if none has, all have zeros.
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
-    grads: list[Tensor]  # these gradients, in the same order
+    # These gradients, in the same order. With create_graph some may require one themselves.
+    grads: list[Tensor]
     needed: bytes  # the fate of each leaf's gradient
     partial: bool  # the caller's pass leaves out some leaves
     keep: bool  # graphs are used again
