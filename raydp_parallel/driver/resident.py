@@ -87,6 +87,11 @@ class Weights:
         coming = self.coming is not None and self.coming.step.norm is None
         return self.steps + coming - self._at
 
+    @property
+    def lacking(self) -> bool:
+        """True if replicas alone have the last steps."""
+        return min(self._at, self._states_at) < self.steps
+
     # Replicas.
 
     def ready(self, slot: ReplicaSlot) -> None:
@@ -96,7 +101,7 @@ class Weights:
             now = slot.life, self.steps
             weights: dict[int, Tensor] | None = None
             states: dict[int, States] = {}
-            if min(self._at, self._states_at) < self.steps:
+            if self.lacking:
                 weights, states = self._snapshot(True, True)
             elif self.held.get(slot, now) != now:  # its weights are those of other steps
                 slot.revisions.pop(model, None)
@@ -121,23 +126,27 @@ class Weights:
     def _snapshot(self, weights: bool, states: bool) -> tuple[dict[int, Tensor], dict[int, States]]:
         """Fetch what a replica has that has made all steps; valid until it is called again."""
         while True:
-            source = next((s for s in self.held if s.ready and self.current(s)), None)
-            if source is None:
-                lost = self.behind + self._at - min(self._at, self._states_at)
-                self.steps = self._states_at = self._at
-                self.held = dict.fromkeys(self.held, (0, 0))
-                self.coming = None
-                self._gradients.clear()
-                self._catch_up()
-                raise StateLost(
-                    f"all replicas that had made the last {lost} steps died at once. Training may "
-                    "go on with the weights and the state that model.sync() or a use fetched last"
-                )
             request = SnapshotRequest(self._master.number, weights, states)
-            answer = self._executor.dispatcher.ask(Call(source, "step", request))
+            answer = self._executor.dispatcher.ask(Call(self.source(), "step", request))
             if answer is not None:
                 found: tuple[dict[int, Tensor], dict[int, States]] = own(answer).value.load()
                 return found
+
+    def source(self) -> ReplicaSlot:
+        """Return the slot of a replica that has made all steps."""
+        for slot in self.held:
+            if slot.ready and self.current(slot):
+                return slot
+        lost = self.behind + self._at - min(self._at, self._states_at)
+        self.steps = self._states_at = self._at
+        self.held = dict.fromkeys(self.held, (0, 0))
+        self.coming = None
+        self._gradients.clear()
+        self._catch_up()
+        raise StateLost(
+            f"all replicas that had made the last {lost} steps died at once. Training may go on "
+            "with the weights and the state that model.sync() or a use fetched last"
+        )
 
     # The driver's copy.
 
@@ -181,6 +190,7 @@ class Resident:
         self.gradients = Gradients(executor, master, weakref.proxy(self))
         self.weights = Weights(executor, master, self)
         self._normed: tuple[object, object] | None = None  # whose sums replicas have, for the step
+        self._error: Exception | None = None  # that came in the call of another model
 
     # Coming and going.
 
@@ -208,6 +218,17 @@ class Resident:
             master.train(trained)
             master.sync()
             master.edited = False  # replicas get all with the next call
+
+    def spread(self) -> None:
+        """Give newcomers the steps that only replicas have, whatever model is called: they may be the
+        last ones. What goes wrong is said with the next call of this one.
+        """
+        try:
+            self.collect()
+            for slot in self._slots() if self.weights.lacking else ():
+                self.weights.ready(slot)
+        except Exception as error:
+            self._error = error
 
     def leave(self, slots: Collection[int]) -> None:
         """Bring all that only replicas have of parameters that leave."""
@@ -314,14 +335,19 @@ class Resident:
         values = optimizer.changed()
         return _Plan(StepRequest(self._master.number, optimizer.number, values, given, norm), sums)
 
+    def _slots(self) -> list[ReplicaSlot]:
+        return [*dict.fromkeys(self._executor.replica_set.slots_for(self._ids))]
+
     def _members(self) -> list[ReplicaSlot]:
         """Return the slots that step, in the order of devices."""
-        slots = self._executor.slots(self._ids)
-        found = [slot for slot in dict.fromkeys(slots) if slot.ready]
+        slots = self._slots()
+        found = [slot for slot in slots if slot.ready]
         return found or [self._executor.replica_set.choose(slots[0], {})]
 
     def _send(self, plan: _Plan) -> None:
         """Send a step to all members."""
+        if self.weights.lacking:
+            self.weights.source()  # before a newcomer is waited for, which could only miss them
         executor, slots = self._executor, self._members()
         for slot in slots:
             self.weights.ready(slot)
@@ -365,6 +391,9 @@ class Resident:
         """
         weights, dispatcher = self.weights, self._executor.dispatcher
         limit = self._executor.replica_set.options.call_timeout
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         plan = weights.coming
         if plan is None:
             return None
