@@ -208,10 +208,12 @@ class DataParallel(nn.DataParallel[T]):
         return f"device_ids={self.device_ids}{', in place' if self._in_place else ''}"
 
     def stats(self) -> ExecutorStats:
-        """Describe the work of the replicas; prints as a table. In place there are none."""
+        """Describe the work of the replicas, for all models of the executor; prints as a table. In
+        place there are none.
+        """
         if self._in_place:
             return ExecutorStats("in place", (), "in place")
-        found = self.executor.stats(self.module)
+        found = self.executor.stats()
         trained = self.executor.master(self.module).resident
         return found if trained is None else replace(found, steps_behind=trained.weights.behind)
 

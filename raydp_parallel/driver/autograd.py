@@ -282,7 +282,8 @@ class Backward:
                         self._kept.add(at)
             others = parts.keys() - self._given.keys()
             chunks = [parts[i] for i in (*self._given, *others)]
-            adding = Sums(call.leaves, [(part.leaves, part.inputs) for part in chunks])
+            numbers = [(part.leaves, part.inputs) for part in chunks]
+            adding = Sums(chunks[0].chunk.master, call.leaves, numbers)
             self._run(adding)
             sums = adding.finish(dense=call.unused != "none")
             filled = {call.leaves[at].kind for at in sums}

@@ -137,7 +137,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             raise forked()
         return tuple(slot.info() for slot in [*self.replica_set.slots.values()])
 
-    def stats(self, model: nn.Module | None = None) -> ExecutorStats:
+    def stats(self) -> ExecutorStats:
         """Describe the replicas' work so far, for all models."""
         links = {slot.client.link for slot in self.replica_set.ready()}
         links |= {"nccl" for group in [*self.groups.values()] if group.nccl}

@@ -4,7 +4,7 @@ replica finished first.
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.devices.memory import is_used
-from raydp_parallel.state.mirror import Leaf
+from raydp_parallel.state.mirror import Leaf, Master
 from raydp_parallel.wire.messages import Answer
 
 _KEPT = 1 << 16
@@ -21,30 +21,29 @@ _KEPT = 1 << 16
 cost more than the addition.
 """
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-_SLACK = 8
-"""How many times the memory of one backward's sums is kept: for several models in turn."""
+_MOST = 4
+"""Sums of one model whose memory is kept: some are still in ``.grad``, others of other sizes."""
 
 Numbers = Sequence[int | None]
 """For each of a chunk's leaves, which of the call's leaves it is; None if it was not reached."""
 
 
-_runs: list[Tensor] = []
-_runs_lock = threading.Lock()  # executors of several threads share them
+_runs = weakref.WeakKeyDictionary[Master, list[Tensor]]()
 
 
-def _memory(size: int, device: torch.device) -> Tensor:
-    """Return memory for sums. On the host it is that of earlier sums, if nobody looks at these."""
+def _memory(master: Master, size: int, device: torch.device) -> Tensor:
+    """Return memory for a model's sums. On the host it is that of earlier ones, if nobody looks at
+    these.
+    """
     if size < _KEPT or device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
-    with _runs_lock:
-        for run in _runs:
-            if run.numel() == size and not is_used(run):
-                return run.detach()
-        made = torch.empty(size, dtype=torch.uint8, device="cpu")
-        _runs.append(made)
-        while sum([run.numel() for run in _runs]) > _SLACK * size:
-            del _runs[0]  # of a model that is gone, perhaps
-        return made.detach()
+    runs = _runs.setdefault(master, [])
+    for run in runs:
+        if run.numel() == size and not is_used(run):
+            return run.detach()
+    runs.append(torch.empty(size, dtype=torch.uint8, device="cpu"))
+    del runs[:-_MOST]
+    return runs[-1].detach()
 
 
 @dataclass(eq=False)
@@ -55,6 +54,7 @@ class Sums:
     From the first one on that lies otherwise, tensors are added one by one.
     """
 
+    _master: Master  # whose memory the sums may have
     _leaves: Sequence[Leaf]  # the call's
     # The numbers of each chunk's leaves: those of the module, and its inputs.
     _chunks: Sequence[tuple[Numbers, Numbers]]
@@ -77,7 +77,8 @@ class Sums:
         if layout is not None and not self._begun:
             self._first, self._run, self._lent = (row, numbers), row.memory, True
         elif layout is not None and alike:
-            into = _memory(layout.size, self._run.device) if self._lent else self._run
+            size, device = layout.size, self._run.device
+            into = _memory(self._master, size, device) if self._lent else self._run
             runs = map(layout.runs, (self._run, row.memory, into))
             for total, grads, out in zip(*runs, strict=True):
                 torch.add(total, grads, out=out)  # [12] sum
@@ -91,8 +92,8 @@ class Sums:
     def own(self) -> None:
         """Copy what is only lent, before a replica writes there."""
         if self._lent:
-            self._run = _memory(self._run.numel(), self._run.device).copy_(self._run)
-            self._lent = False
+            into = _memory(self._master, self._run.numel(), self._run.device)
+            self._run, self._lent = into.copy_(self._run), False
 
     def _take_apart(self) -> None:
         if self._first is None:

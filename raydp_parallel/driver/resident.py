@@ -220,8 +220,8 @@ class Resident:
             master.edited = False  # replicas get all with the next call
 
     def spread(self) -> None:
-        """Give newcomers the steps that only replicas have, whatever model is called: they may be the
-        last ones. What goes wrong is said with the next call of this one.
+        """Give newcomers the steps that only replicas have, whatever model is called. What goes
+        wrong is said with the next call of this one.
         """
         try:
             self.collect()

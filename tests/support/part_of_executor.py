@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from raydp_parallel import Executor
 
 
@@ -34,9 +32,9 @@ class PartOfExecutor(Executor):
         """Those of the part."""
         return tuple(info for info in super().replicas() if info.index in self._indices())
 
-    def stats(self, model: nn.Module | None = None) -> Any:
+    def stats(self) -> Any:
         """The whole's, with the replicas of the part."""
-        found = super().stats(model)
+        found = super().stats()
         own = tuple(one for one in found.replicas if one.index in self._indices())
         return replace(found, replicas=own)
 
