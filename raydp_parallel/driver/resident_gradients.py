@@ -174,8 +174,8 @@ class Gradients:
         """Raise an error for gradients that cannot be made again."""
         if any(one.missed for one in sums):
             raise GraphLost(
-                "gradients of before the last step went with their replica: call zero_grad() "
-                "after each step, or use them before the next"
+                "gradients of before the last step went with their replica, or with a backward "
+                "that failed: call zero_grad() after each step, or use them before the next"
             )
 
     def chunks(self, sums: Sequence[Sum], members: Sequence[ReplicaSlot]) -> list[int]:
