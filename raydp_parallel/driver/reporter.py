@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.monitoring import status
-from raydp_parallel.monitoring.metrics import COUNTERS, INFO, increments, summary, tags_of
+from raydp_parallel.monitoring.metrics import INFO, increments, summary, tags_of
 from raydp_parallel.monitoring.stats import ExecutorStats
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class Reporter:
 
     def _count(self, stats: ExecutorStats) -> None:
         """Add what is new to the metrics."""
-        for name, tags, value in increments(stats.since(self._history[-1])):
-            ray_api.count(name, COUNTERS[name], tags, value)
+        for more in increments(stats.since(self._history[-1])):
+            ray_api.count(*more)
         self._history.append(stats)
         there = []
         for replica in stats.replicas:

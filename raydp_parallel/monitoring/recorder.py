@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 from raydp_parallel.monitoring.stats import (
     DEATHS,
-    OF_EXECUTOR,
     ExecutorStats,
     ReplicaInfo,
     ReplicaStats,
     Values,
+    counters,
 )
 
 _names: Counter[str] = Counter()
@@ -35,7 +35,7 @@ class Recorder:
         _names[name] += 1
         self.name = name if _names[name] == 1 else f"{name}/{_names[name]}"
         # The counters of all replicas together, as `ExecutorStats` names them.
-        self.totals = SimpleNamespace(**dict.fromkeys(OF_EXECUTOR, 0))
+        self.totals = SimpleNamespace(**dict.fromkeys(counters(ExecutorStats), 0))
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
         # By the replica's number: its counters, as `ReplicaStats` names them, the names of the
         # modules that it ran, in order, the time of its first start, and since when it waits.
@@ -88,8 +88,7 @@ class Recorder:
         with self._lock:
             self._free[index] = self._clock()
             new = {"calls": bool(rows or model), "rows": rows, "busy": busy}
-            for name, more in {**new, "bytes_in": sent, "bytes_out": received}.items():
-                self._counts[index][name] += more
+            self._counts[index].update(new, bytes_in=sent, bytes_out=received)  # a Counter adds
             if model:
                 self._models[index][model] = None
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 Values = dict[str, Any]
 """Plain values by name, for JSON."""
+
+DEATHS = ("deaths", "respawns", "replays")
+"""Names of counters."""
+
+
+def _counter(metric: str = "", about: str = "", **labels: str) -> int:
+    """Declare a number that grows; with the name, the description and the labels of Ray's metric,
+    if it is one.
+    """
+    return field(default=0, metadata={"metric": metric and (f"raydp_{metric}", about, labels)})
 
 
 @dataclass(frozen=True)
@@ -58,16 +68,16 @@ class ReplicaStats(ReplicaInfo):
     """
 
     models: tuple[str, ...] = ()
-    calls: int = 0
-    rows: int = 0
-    busy: float = 0.0
-    waiting: float = 0.0
-    seconds: float = 0.0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    deaths: int = 0
-    respawns: int = 0
-    replays: int = 0
+    calls: int = _counter("calls", "Forwards of the replica")
+    rows: int = _counter("samples", "Rows of the batches that were run")
+    busy: float = _counter("phase_seconds", "Time busy, and waiting for a call", phase="busy")
+    waiting: float = _counter("phase_seconds", "Time busy, and waiting for a call", phase="waiting")
+    seconds: float = _counter()
+    bytes_in: int = _counter("bytes", "Bytes to and from the replica", direction="in")
+    bytes_out: int = _counter("bytes", "Bytes to and from the replica", direction="out")
+    deaths: int = _counter("faults", "Deaths, and what followed", kind="deaths")
+    respawns: int = _counter("faults", "Deaths, and what followed", kind="respawns")
+    replays: int = _counter("faults", "Deaths, and what followed", kind="replays")
 
     @property
     def rate(self) -> float:
@@ -109,26 +119,22 @@ class ExecutorStats:
     name: str
     replicas: tuple[ReplicaStats, ...]
     link: str
-    forwards: int = 0
-    backwards: int = 0
-    state_sends: int = 0
-    state_bytes: int = 0
-    reruns: int = 0
+    forwards: int = _counter("passes", "Forwards and backwards of all", method="forward")
+    backwards: int = _counter("passes", "Forwards and backwards of all", method="backward")
+    state_sends: int = _counter("state_sends", "Forwards that had to send state")
+    state_bytes: int = _counter("state_bytes", "Bytes of parameters and buffers that were sent")
+    reruns: int = _counter("reruns", "Forwards that ran again after hidden changes")
     events: tuple[tuple[float, str], ...] = ()
     steps_behind: int = 0
-    deaths: int = 0
-    respawns: int = 0
-    replays: int = 0
+    deaths: int = _counter()
+    respawns: int = _counter()
+    replays: int = _counter()
 
     def since(self, before: ExecutorStats | None) -> ExecutorStats:
         """Return the work done after an earlier look."""
         earlier = {replica.index: replica for replica in before.replicas} if before else {}
-        replicas = [
-            replace(now, **_growth(now, earlier.get(now.index), OF_REPLICA))
-            for now in self.replicas
-        ]
-        growth = _growth(self, before, (*OF_EXECUTOR, *DEATHS))
-        return replace(self, replicas=tuple(replicas), **growth)
+        grown = tuple(_growth(now, earlier.get(now.index)) for now in self.replicas)
+        return replace(_growth(self, before), replicas=grown)
 
     def to_dict(self) -> Values:
         """Return plain values, for JSON."""
@@ -169,19 +175,23 @@ class ExecutorStats:
         return f"{html_table(self.cells())}<p>{about}</p>"
 
 
-DEATHS = ("deaths", "respawns", "replays")
-OF_REPLICA = "seconds", "calls", "rows", "busy", "waiting", "bytes_in", "bytes_out", *DEATHS
-OF_EXECUTOR = ("forwards", "backwards", "state_sends", "state_bytes", "reruns")
-"""Names of counters."""
+Record = TypeVar("Record", ReplicaStats, ExecutorStats)
+
+
+def counters(of: Record | type[Record]) -> Values:
+    """Return the metrics of a record's counters, by the names of these; "" is none."""
+    return {one.name: one.metadata["metric"] for one in fields(of) if one.metadata}
+
+
+def _growth(now: Record, before: Record | None) -> Record:
+    grown = {name: getattr(now, name) - getattr(before, name, 0) for name in counters(now)}
+    return replace(now, **grown)
+
 
 NOTE = (
     "busy: at work on calls; waiting: ready, without a call; idle: calls travel, or no process\n"
     "MB in: inputs, gradients, changed weights; MB out: outputs, gradients; mapped weights in none"
 )
-
-
-def _growth(now: object, before: object, names: Sequence[str]) -> Values:
-    return {name: getattr(now, name) - getattr(before, name, 0) for name in names}
 
 
 _COLUMNS: dict[str, Callable[[ReplicaStats], str]] = {
