@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 UnusedGrads = Literal["zeros", "none"]
@@ -85,59 +85,51 @@ class Options:
     def __post_init__(self) -> None:
         for name, (kind, fits, text) in _RULES.items():
             value = getattr(self, name)
-            if value is None and name in ("call_timeout", "name", "threads", "chunk_weights"):
+            if value is None and getattr(Options, name, "") is None:  # the default
                 continue
             known = isinstance(value, kind) and not isinstance(value, bool)
             if not known or not fits(value):
                 error = ValueError if known else TypeError
                 raise error(f"Options({name}={value!r}): expected {text}")
-            # A copy: the program may change its own.
-            if isinstance(value, Mapping):
-                object.__setattr__(self, name, dict(value))
-            elif not isinstance(value, (str, Real)):
-                object.__setattr__(self, name, tuple(value))
-
-
-def _is_time(value: float) -> bool:
-    return 0 < value <= 1e6  # eleven days: `poll` counts milliseconds in 32 bits
+            if not isinstance(value, (str, Real)):  # a copy: the program may change its own
+                copied = dict(value) if isinstance(value, Mapping) else tuple(value)
+                object.__setattr__(self, name, copied)
 
 
 def _is_amount(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _are_weights(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(map(_is_amount, value)) and _is_amount(sum(value))
+def _are_weights(value: Sequence[float]) -> bool:
+    return all(map(_is_amount, value)) and _is_amount(sum(value))
 
 
-def _are_names(value: Any) -> bool:
-    return all(isinstance(name, str) and name for name in value)
-
-
-def _are_resources(value: Any) -> bool:
+def _are_resources(value: Mapping[object, object]) -> bool:
     booked = {"CPU", "GPU", "memory", "object_store_memory"}  # by the settings above, and by Ray
-    return _are_names(value) and not booked & {*value} and all(map(_is_amount, value.values()))
+    named = all(isinstance(name, str) and name for name in value)
+    return named and not booked & {*value} and all(map(_is_amount, value.values()))
 
 
-_TIME = "a number of seconds, above 0 and at most 1e+06"
+# Eleven days at most: `poll` counts milliseconds in 32 bits.
+_TIME = Real, lambda n: 0 < n <= 1e6, "a number of seconds, above 0 and at most 1e+06"
 _PART = "a number above 0, at most 1. For CPU replicas, give device_ids=['cpu', ...]"
 _NAME = "printable characters without '/', ':' and '@', such as 'train'"
 _WEIGHTS = "finite numbers above 0, one for each device, such as (4, 1)"
 _PATHS = f"'auto' or some of {get_args(GpuPath)}"
 _AMOUNTS = "numbers above 0 by names of Ray's custom resources; cpus_per_replica books CPUs"
 
-_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "scalars": (str, lambda text: text in get_args(Scalars), "one of vector, mean"),
-    "unused_grads": (str, lambda text: text in get_args(UnusedGrads), "one of zeros, none"),
-    "placement_timeout": (Real, _is_time, _TIME),
-    "call_timeout": (Real, _is_time, f"{_TIME}; None waits without a limit"),
+_RULES: dict[str, tuple[Any, Callable[[Any], object], str]] = {
+    "scalars": (str, get_args(Scalars).__contains__, "one of vector, mean"),
+    "unused_grads": (str, get_args(UnusedGrads).__contains__, "one of zeros, none"),
+    "placement_timeout": _TIME,
+    "call_timeout": _TIME,
     "name": (str, lambda text: text.isprintable() and not re.search("^$|[/:@]", text), _NAME),
-    "threads": (Real, lambda n: n >= 1, "None or a number, at least 1"),
-    "chunk_weights": (object, _are_weights, _WEIGHTS),
+    "threads": (Integral, lambda n: n >= 1, "None or a whole number, at least 1"),
+    "chunk_weights": (Sequence, _are_weights, _WEIGHTS),
     "cpus_per_replica": (Real, lambda n: 0 <= n < math.inf, "a number, at least 0"),
     "gpus_per_replica": (Real, lambda n: 0 < n <= 1, _PART),
     "resources": (Mapping, _are_resources, _AMOUNTS),
-    "label_selector": (Mapping, _are_names, "conditions by names of labels"),
-    "gpu_paths": (object, lambda paths: paths == "auto" or {*paths} <= GPU_PATHS, _PATHS),
+    "label_selector": (Mapping, all, "conditions by names of labels"),
+    "gpu_paths": (object, lambda ways: ways == "auto" or {*ways} <= GPU_PATHS, _PATHS),
 }
 """What settings may be: of which class, with which values, and how an error says it."""

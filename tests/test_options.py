@@ -44,9 +44,6 @@ BAD: dict[str, list[Any]] = {
         (True, 1),
         [None],
         "auto",
-        4,
-        {1: 2},
-        torch.ones(2),
     ],
     "placement_timeout": [0, -1.0, math.inf, math.nan, 1e7],
     "call_timeout": [0.0, math.inf, math.nan, 1e7],
@@ -58,6 +55,8 @@ BAD: dict[str, list[Any]] = {
 }
 WRONG: dict[str, list[Any]] = {
     "gpus_per_replica": ["1"],
+    "chunk_weights": [4, {1: 2}, torch.ones(2)],
+    "threads": [2.5],
     "cpus_per_replica": [None],
     "placement_timeout": ["60", True],
     "call_timeout": ["1"],
