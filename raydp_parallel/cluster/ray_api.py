@@ -124,8 +124,8 @@ _ANSWERS = 5.0
 
 NICENESS = "RAY_worker_niceness"
 """The variable of the environment in which a starting node finds the niceness of its workers."""
-_LONGEST = 40
-"""Letters of a folder; Ray adds 66 for a socket, and Unix allows 107."""
+_LONGEST = 36
+"""Letters of a folder; this package adds 4, Ray 66 for a socket, and Unix allows 107."""
 
 _ours: Callable[[], bool] = bool
 """Tells if the connection is that to a cluster which `connect` has started."""
@@ -145,9 +145,9 @@ def connect(start: bool = True) -> bool:
         return True
     noted = "" if named else _noted(start)
     if named not in ("", "local") or noted:
-        ray.init()
+        ray.init(address=noted or None)  # Ray would read the note again, which may be another
         text = "joined the Ray cluster at %s, because %s names it (RAY_ADDRESS=local starts one)"
-        log.info(text, ray.get_runtime_context().gcs_address, noted or "RAY_ADDRESS")
+        log.info(text, ray.get_runtime_context().gcs_address, _note() if noted else "RAY_ADDRESS")
         return True
     if start:
         log.warning("starting Ray on this machine, which takes some seconds")
@@ -167,36 +167,45 @@ def _temporary() -> str:
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR", "/tmp")
 
 
-def _folder() -> str | None:
-    """Make the folder for the files of clusters, which only this user may enter; None if names of
-    sockets in it would be too long.
+def _folder() -> str:
+    """Make the folder for the files of clusters, which only this user may enter: where Ray has its
+    own, if names of sockets do not get too long there.
     """
     made = os.path.join(_temporary(), f"raydp-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(made, 0o700)
     found = os.lstat(made)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:  # who made it can do what he likes
-        made = tempfile.mkdtemp(prefix="raydp-", dir=_temporary())
-    folder = os.path.join(made, "ray")  # Ray lets all users write to this one
-    return folder if len(folder) <= _LONGEST else None
+    # Who made it can do what he likes.
+    if len(made) > _LONGEST or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        made = tempfile.mkdtemp(prefix="raydp-", dir="/tmp")
+    return os.path.join(made, "ray")  # Ray lets all users write to this one
+
+
+def _note() -> Path:
+    """Return the file that names a cluster which was started on this machine for others to join, as
+    the manual of ray.init() says.
+    """
+    return Path(_temporary(), "ray", "ray_current_cluster")
 
 
 def _noted(start: bool) -> str:
-    """Return the file that names a cluster which was started on this machine for others to join,
-    if that still answers. Say so if it does not, and another one will ``start``.
+    """Return the address of a cluster which was started on this machine for others to join, if that
+    still answers. Say so if it does not, and another one will ``start``.
 
     Not address="auto", which also finds the private cluster of another program's ray.init().
     """
-    file = Path(_temporary(), "ray", "ray_current_cluster")  # as the manual of ray.init() says
     try:
-        address = file.read_text().strip()
-    except FileNotFoundError:
+        with open(os.open(_note(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as note:
+            address = note.read().strip()
+            owners = {os.fstat(note.fileno()).st_uid, _note().parent.lstat().st_uid}
+    except OSError:
         return ""
-    if why := _silent(address):
-        if start:
-            warn_once(f"the cluster at {address}, which Ray noted, {why}: another is started")
-        return ""
-    return str(file)
+    # Every user may write to Ray's folder, and who runs a cluster runs code in its drivers.
+    others = owners - {0, os.getuid()}
+    why = f"belongs to another user ({others.pop()})" if others else _silent(address)
+    if why and start:
+        warn_once(f"the cluster at {address!r}, which {_note()} names, {why}: another is started")
+    return "" if why else address
 
 
 warn_once = functools.cache(log.warning)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +82,41 @@ def test_a_cluster_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch)
         text = str(placement.no_room(wanted, wanted, Options()))
         assert "Free now: GPU, CPU, on 1 node" in text and "or 'cpu' entries" in text
     assert "the cluster has no GPU" in said[0] and "Give 'cpu' entries" in said[0]
+
+
+def test_a_stranger_names_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither by a file of his, nor by one in a folder of his, nor by a link. One's own, and those
+    of root, name one.
+    """
+    monkeypatch.setattr(ray_api, "_silent", lambda address: "")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    note, mine, other = tmp_path / "ray" / "ray_current_cluster", os.getuid(), os.getuid() + 1
+    note.parent.mkdir()
+    note.write_text("host:1\n")
+    for of_file, of_folder, found in ((mine, 0, "host:1"), (other, mine, ""), (mine, other, "")):
+        monkeypatch.setattr(os, "fstat", lambda _, uid=of_file: SimpleNamespace(st_uid=uid))
+        monkeypatch.setattr(Path, "lstat", lambda _, uid=of_folder: SimpleNamespace(st_uid=uid))
+        assert ray_api._noted(False) == found
+    monkeypatch.undo()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    note.rename(tmp_path / "elsewhere")
+    note.symlink_to(tmp_path / "elsewhere")
+    assert ray_api._noted(False) == ""
+
+
+def test_a_cluster_s_folder_is_its_user_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others may enter the one that has its name, or names of sockets would be long."""
+    with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp") as short:
+        open_to_all = Path(short, "open", f"raydp-{os.getuid()}")
+        open_to_all.mkdir(parents=True)
+        open_to_all.chmod(0o777)
+        for name, there in (("", True), ("open", False), ("long" * 9, False)):
+            Path(short, name).mkdir(exist_ok=True)
+            monkeypatch.setenv("RAY_TMPDIR", os.path.join(short, name))
+            made = Path(ray_api._folder()).parent
+            assert made.stat().st_mode & 0o777 == 0o700 and len(f"{made}/ray") <= 40
+            assert (made.parent == Path(short, name)) == there
+            made.rmdir()
 
 
 def test_nothing_is_started_or_said_where_the_module_runs_in_place(
