@@ -1,10 +1,11 @@
-"""Hugging Face's ``Trainer`` with a wrapped model. It takes a model that is already wrapped as it
-is. The trainer looks for labels in the model's class, here the wrapper's, so it is told their name.
+"""Hugging Face's ``Trainer`` on replicas. The files that it saves are the model's own, so
+``from_pretrained`` loads them.
 
 Output::
 
     loss 0.6964 -> 0.0059
     accuracy 100 %
+    loaded again: True
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from raydp_parallel import DataParallel
+from raydp_parallel.hugging_face import attach
 
 WORDS, LENGTH = 32, 12
 
@@ -64,7 +66,6 @@ def main(device_ids: list[str | int] | None = None, epochs: int = 3) -> list[flo
         attention_probs_dropout_prob=0.0,
     )
     net = BertForSequenceClassification(config)
-    model = DataParallel(net, device_ids)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -77,20 +78,24 @@ def main(device_ids: list[str | int] | None = None, epochs: int = 3) -> list[flo
             report_to=[],
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
-            label_names=["labels"],
         )
         trainer = Trainer(
-            model,
+            net,
             arguments,
             train_dataset=Sentences(1024, seed=1),
             eval_dataset=Sentences(256, seed=2),
             compute_metrics=accuracy,
         )
+        attach(trainer, DataParallel(net, device_ids))
         trainer.train()
         found: dict[str, Any] = trainer.evaluate()
+        trainer.save_model(folder)
+        again = BertForSequenceClassification.from_pretrained(folder)
+    saved = all(map(torch.equal, again.state_dict().values(), net.state_dict().values()))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"loss {float(losses[0]):.4f} -> {float(losses[-1]):.4f}")
     print(f"accuracy {found['eval_accuracy'] * 100:.0f} %")
+    print(f"loaded again: {saved}")
     return losses
 
 

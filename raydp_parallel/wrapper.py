@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import operator
 import re
-import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -36,7 +34,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from raydp_parallel import batch, functional
+from raydp_parallel import batch, functional, hugging_face
 from raydp_parallel.batch import Function, Keywords
 from raydp_parallel.cluster.placement import Device, device_id, normalize
 from raydp_parallel.cluster.ray_api import warn_once
@@ -58,34 +56,6 @@ T = TypeVar("T", bound=nn.Module)
 Devices = Sequence[Device]
 
 log = logging.getLogger("raydp_parallel")
-
-
-class _Forward:
-    """A wrapper's forward, which has the signature of its module's: by that Hugging Face's
-    `Trainer` chooses columns.
-    """
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    @ambient.uncompiled
-    def __get__(self, model: DataParallel[Any] | None, _: object = None) -> Function:
-        if model is None:
-            return self._function
-        like = None if model._loss else getattr(model.module.forward, "__func__", None)
-        return types.MethodType(_signed(self._function, like), model)
-
-
-@functools.lru_cache(maxsize=64)
-def _signed(function: Function, like: Function | None) -> Function:
-    """Return the same function with the signature of another one."""
-    if like is None:
-        return function
-    assert isinstance(function, types.FunctionType)
-    made = types.FunctionType(function.__code__, function.__globals__)
-    functools.update_wrapper(made, function)
-    made.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
-    return made
 
 
 class DataParallel(nn.DataParallel[T]):
@@ -117,6 +87,8 @@ class DataParallel(nn.DataParallel[T]):
 
     _loss: LossCall | None = None
     _keys_to_ignore_on_save = None  # Hugging Face's Trainer asks for it where it resumes
+    state_dict = hugging_face.by_trainer(nn.Module.state_dict)
+    load_state_dict = hugging_face.by_trainer(nn.Module.load_state_dict)
 
     def __init__(
         self,
@@ -207,6 +179,18 @@ class DataParallel(nn.DataParallel[T]):
         """Say which devices run the module, and whether that is in place."""
         return f"device_ids={self.device_ids}{', in place' if self._in_place else ''}"
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("_") or not callable(getattr(module, name, None)):
+                raise
+            raise AttributeError(
+                f"{error}: model.call({name!r}, ...) runs it on the replicas, and "
+                f"model.module.{name}(...) in this process"
+            ) from None
+
     def stats(self) -> ExecutorStats:
         """Describe the work of the replicas, for all models of the executor; prints as a table. In
         place there are none.
@@ -260,7 +244,7 @@ class DataParallel(nn.DataParallel[T]):
 
     # Calls.
 
-    @_Forward
+    @hugging_face.SignedForward
     @ambient.uncompiled
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Split, run, gather."""
@@ -400,13 +384,9 @@ class DataParallel(nn.DataParallel[T]):
         if not split:
             return called, args, named, operator.itemgetter(0)
         rows = [next(batch.sizes(chunk, self.dim), 0) for chunk in zip(args, named, strict=True)]
-        scalars, items = self._options.scalars, named[0].get("num_items_in_batch")
-        if items is not None and not getattr(items, "shape", ()) and any(rows):
-            # Hugging Face's Trainer, which wants one number. A module divides the sum of its losses
-            # by the items, or ignores them: given the chunk's share, the mean is right for both.
-            scalars = "mean"
-            shares = [items * count / sum(rows) for count in rows]
-            named = [k | {"num_items_in_batch": n} for k, n in zip(named, shares, strict=True)]
+        scalars, shares = self._options.scalars, hugging_face.shares(named, rows)
+        if shares is not None:  # by the Trainer, which wants one number
+            scalars, named = "mean", shares
         if scalars == "mean" and not any(rows) and batch.find_refs((args, named)):
             raise ValueError(
                 "Options(scalars='mean'): the rows of chunks are not known, because all "

@@ -13,6 +13,7 @@ from harness import tiny_gpt2
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel
+from raydp_parallel.hugging_face import attach
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,3 +102,47 @@ def test_the_trainer_s_losses(kind: str, settings: dict[str, Any], tmp_path: Pat
     fit(DataParallel(again, ["cpu", "cpu"]), kind, tmp_path / "ours", True, **settings)
     for one, other in zip(net.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_what_the_trainer_saves_is_loaded_by_from_pretrained(
+    attached: bool, tmp_path: Path
+) -> None:
+    """By default arguments, with the best checkpoint at the end; also where the trainer is given
+    the wrapper, which hides the names of labels.
+    """
+    net = fresh("bert")
+    model = DataParallel(net, ["cpu", "cpu"])
+    settings: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "report_to": [], "use_cpu": True}
+    if attached:
+        settings |= {"load_best_model_at_end": True, "eval_steps": 2, "eval_strategy": "steps"}
+    arguments = transformers.TrainingArguments(str(tmp_path), **settings)
+    rows = Texts("bert")
+    trainer = transformers.Trainer(net if attached else model, arguments, None, rows, rows)
+    if attached:
+        assert attach(trainer, model) is trainer
+    trainer.train()
+    assert model.stats().forwards >= 4
+    assert ("eval_loss" in trainer.evaluate()) == attached
+    trainer.save_model()
+    best = trainer.state.best_model_checkpoint or tmp_path / "checkpoint-4"
+    for folder in (tmp_path, best):
+        loaded = type(net).from_pretrained(folder)
+        for name, value in net.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value), name
+    assert next(iter(model.state_dict())).startswith("module.")
+
+
+def test_attach_refuses_another_module(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    trainer = transformers.Trainer(fresh("bert"), arguments)
+    with pytest.raises(ValueError, match="different modules"):
+        attach(trainer, DataParallel(fresh("bert"), ["cpu", "cpu"]))
+
+
+def test_generate_says_how_to_call_it() -> None:
+    model = DataParallel(tiny_gpt2(), ["cpu", "cpu"])
+    with pytest.raises(AttributeError, match=r"model\.call\('generate', \.\.\.\)"):
+        model.generate(torch.zeros(2, 3, dtype=torch.int64))
+    found = model.call("generate", torch.ones(2, 3, dtype=torch.int64), max_new_tokens=2)
+    assert found.shape == (2, 5)
