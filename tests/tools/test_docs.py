@@ -95,5 +95,5 @@ def test_sentences_are_short(document: Path) -> None:
 
 def test_the_site_has_all_pages() -> None:
     """In the order of a user's questions."""
-    pages = re.findall(r"^  - [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
