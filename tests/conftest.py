@@ -39,11 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--way", choices=("", "sent", "deadly"), default="", help="of a call")
 
 
+@pytest.hookimpl(tryfirst=True)  # replicas are forked from a process that pytest has not changed
 def pytest_configure(config: pytest.Config) -> None:
     """Let replicas compute with one thread, as tests do."""
     global _nodes
     _nodes = config.getoption("--nodes")
-    if not config.getoption("--ray") and not _nodes:
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and not config.getoption("--ray") and not _nodes:
         forked.start()
     Options.__init__.__kwdefaults__.update(threads=1)
     _WAYS[config.getoption("--way")]()

@@ -144,6 +144,7 @@ def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], words
 
 
 @pytest.mark.long
+@pytest.mark.ray
 def test_more_gpus_than_are_free() -> None:
     """Within the deadline: what was asked for, what is free, and what to do; and nothing stays
     behind.

@@ -32,6 +32,7 @@ from raydp_parallel import (
     parallel_apply,
     replicate,
 )
+from raydp_parallel.cluster import ray_api
 from raydp_parallel.driver.executor import shared
 from raydp_parallel.monitoring.stats import ReplicaInfo
 
@@ -87,12 +88,13 @@ def test_replicas_are_described(two: Executor) -> None:
     for index, info in enumerate(found):
         assert (info.index, info.device, info.device_id) == (index, "cpu", "cpu")
         assert (info.state, info.gpu) == ("ready", "")
-    assert {i.node for i in found} == {ray.get_runtime_context().get_node_id()}
+    assert {i.node for i in found} == {ray_api.here()}
     assert len({i.pid for i in found} | {os.getpid(), 0}) == 4
     with pytest.raises(dataclasses.FrozenInstanceError):
         found[0].pid = 3  # type: ignore[misc]
 
 
+@pytest.mark.ray
 def test_close_ends_the_processes() -> None:
     """After the with block replicas are closed and refused, their processes end, and others go on.
     Ray does not take the end for an accident, of which it would tell the user, in red.
@@ -420,6 +422,7 @@ found["ended"] = not ray.is_initialized()
 
 
 @pytest.mark.long
+@pytest.mark.ray
 def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
     """The process's replicas end, the cluster goes on, and so do wrappers, with new replicas."""
     model = DataParallel(linear(), TWO)
@@ -435,6 +438,7 @@ def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.ray
 @pytest.mark.parametrize("how", ["RAY_ADDRESS", "running"])
 def test_ray_address_is_joined(how: str) -> None:
     """A driver joins the cluster that RAY_ADDRESS names or that runs here, sees its GPUs, and

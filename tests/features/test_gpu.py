@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import fake_nccl
+import harness
 import oracle
 import pytest
 import torch
@@ -312,12 +313,15 @@ def test_an_export_is_opened_once(gpus: FakeGpus) -> None:
 def test_without_a_gpu_cuda_is_not_started() -> None:
     """By the import, or by replicas on CPUs."""
     code = """
+import forked
+forked.start()
+forked.use(True)
 import raydp_parallel, torch
 torch.cuda._lazy_init = None
 model = raydp_parallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"])
 model(torch.ones(4, 2)).sum().backward()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    harness.printed("-c", code)
 
 
 def printed(script: str, *arguments: str) -> list[str]:

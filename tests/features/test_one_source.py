@@ -76,6 +76,7 @@ def computed(model: Any) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.ray
 def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path) -> None:
     """`python exp/train.py`: Ray gives its workers the working folder first, Python gives a script
     its own.

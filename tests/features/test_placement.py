@@ -119,6 +119,7 @@ def test_a_cluster_s_folder_is_its_user_s_own(monkeypatch: pytest.MonkeyPatch) -
             made.rmdir()
 
 
+@pytest.mark.ray  # whose own functions say so
 def test_nothing_is_started_or_said_where_the_module_runs_in_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

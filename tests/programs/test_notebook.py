@@ -14,7 +14,7 @@ import pytest
 import ray
 from jupyter_client.manager import KernelManager
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.ray]
 
 ROOT = Path(__file__).parents[2]
 

@@ -71,8 +71,9 @@ def _serve(requests: socket.socket) -> NoReturn:
         os.setsid()  # Ctrl-C is the driver's
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         log = os.open(os.environ.get("FORKED_LOG", os.devnull), flags)
-        for stream in range(3):
-            os.dup2(log, stream)
+        for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+            os.dup2(log, number)
+            setattr(sys, name, open(number, mode, closefd=False))  # pytest has its own
         torch.set_num_threads(1)
         importlib.import_module("torch._dynamo")  # optimizers do
 
