@@ -30,6 +30,8 @@ _INSTEAD = "Its chunks run again on other replicas, and a new one starts in the 
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
 _CLOSED = "this executor was closed: make another, or leave `executor` out to use the process's"
+_CALL = 1.0
+"""Seconds that a program's end waits for the call of another thread."""
 _LOOK = 0.02
 """Seconds between two looks of a call that waits for a new replica."""
 
@@ -303,6 +305,8 @@ def _stop_all() -> None:
     for known in [*_sets]:
         if not known.forked:
             known._stop_successors()
+            if known.lock.acquire(timeout=_CALL):  # also a call's, which may be at its first start
+                known.lock.release()
 
 
 def _after_fork() -> None:

@@ -21,7 +21,7 @@ from raydp_parallel.cluster.ray_api import Actor
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.ambient import environment
 from raydp_parallel.devices.cuda import Hello, own_gpu
-from raydp_parallel.errors import ClusterError, GraphLost, PlacementError
+from raydp_parallel.errors import ClusterError, ExecutorClosed, GraphLost, PlacementError
 from raydp_parallel.options import Options
 from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 
@@ -81,9 +81,10 @@ class Starter:
         def over() -> bool:
             nonlocal said
             now = time.monotonic()
-            # A question to Ray may start another cluster.
-            if background and (self.ended.is_set() or not self.alive()):
+            if not self.alive():  # a question to Ray would start another cluster
                 raise ClusterError(_LEFT)
+            if self.ended.is_set():
+                raise ExecutorClosed("the executor, or the program, ended while replicas started")
             if not background and now >= said:
                 said = now + 10
                 text = "waiting for %d replicas: each needs a place, and imports torch"

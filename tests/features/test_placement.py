@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from raydp_parallel.cluster import placement, ray_api
-from raydp_parallel.cluster.placement import Hold, _in_order, at_home, places
+from raydp_parallel.cluster.placement import Hold, Place, _in_order, at_home, places
 from raydp_parallel.cluster.ray_api import Node
+from raydp_parallel.cluster.start import Starter
+from raydp_parallel.errors import ClusterError, ExecutorClosed
 from raydp_parallel.options import Options
 
 
@@ -117,6 +120,18 @@ def test_a_cluster_s_folder_is_its_user_s_own(monkeypatch: pytest.MonkeyPatch) -
             assert made.stat().st_mode & 0o777 == 0o700 and len(f"{made}/ray") <= 40
             assert (made.parent == Path(short, name)) == there
             made.rmdir()
+
+
+def test_a_start_asks_nothing_of_a_cluster_that_was_left() -> None:
+    """In the foreground either: at the program's end, a thread may be at its first call."""
+    for left, ended, error in ((True, False, ClusterError), (False, True, ExecutorClosed)):
+        starter = object.__new__(Starter)
+        starter.alive, starter.ended = lambda left=left: not left, threading.Event()
+        if ended:
+            starter.ended.set()
+        starter.release = lambda wanted: None
+        with pytest.raises(error):
+            starter.start({Place("cpu", 0): 0})
 
 
 @pytest.mark.ray  # whose own functions say so
