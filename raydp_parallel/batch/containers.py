@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeGuard
@@ -127,11 +127,35 @@ def container_like(like: Any, kind: ContainerKind, parts: Parts) -> Any:
     if kind is ContainerKind.MAPPING:
         made.clear()
     for key, part in parts.items():
-        if kind is ContainerKind.FIELDS:
-            object.__setattr__(made, key, part)  # a frozen one refuses setattr
-        else:
+        if kind is ContainerKind.MAPPING:
             made[key] = part  # not update(): Counter's adds, and HF's ModelOutput forbids it
+        # HF's ModelOutput has each of its items as a field, too; a frozen one refuses setattr.
+        if kind is ContainerKind.FIELDS or (dataclasses.is_dataclass(made) and key in vars(made)):
+            object.__setattr__(made, key, part)
     return made
+
+
+_CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
+_CONTAINERS = {tuple, list, dict, OrderedDict}
+
+
+def is_made_anew(value: object) -> bool:
+    """Tell if gather makes all anew that it returns of a value: neither a class nor a rule of the
+    user's may keep a part.
+    """
+    kind = type(value)
+    if kind is Tensor or kind in _CONSTANTS:
+        return True
+    own = getattr(value, "__dict__", {})
+    has_fields = dataclasses.is_dataclass(value) and bool(own)
+    known = has_fields or is_namedtuple(value) or (kind in _CONTAINERS and not own)
+    if not known or rules_of(kind)[1] is not None:
+        return False
+    parts = contents(value, kind_of(value))
+    has_more = any([v is not parts.get(k) and type(v) not in _CONSTANTS for k, v in own.items()])
+    if has_more or not {*map(type, parts)} <= _CONSTANTS:
+        return False
+    return all(map(is_made_anew, parts.values()))
 
 
 def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> None:

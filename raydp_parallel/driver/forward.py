@@ -276,8 +276,8 @@ class Forward:
         """Do to the module what the answers say, and return the outputs.
 
         Args:
-            lend: True if outputs may lie in memory that the next call overwrites. The caller holds
-                the executor's lock then, until it has copied them.
+            lend: True if outputs may lie in memory that the next call overwrites, where all that
+                gather makes of them is new. The caller holds the executor's lock until then.
         """
         executor = self.settings.executor
         with executor.replica_set.lock:  # answers lie in windows until their outputs are taken
@@ -299,12 +299,10 @@ class Forward:
             rows: list[list[Tensor]] = []
             lend = lend and not batch.registered
             for call, answer in zip(self.calls, answers, strict=True):
-                # If gathering copies all of them.
-                value, home, row = answer.value, call.chunk.master.home, []
-                lends = lend and len([*batch.tensors_in(value.load())]) == len(value.tensors)
-                for t in value.tensors:
+                home, row = call.chunk.master.home, []
+                for t in answer.value.tensors:
                     mine = t.detach().to(home)
-                    if not lends and mine.device == t.device:
+                    if not (lend and answer.anew) and mine.device == t.device:
                         mine = mine.clone()
                     row.append(mine.requires_grad_(t.requires_grad and call.makes is not None))
                 rows.append(row)

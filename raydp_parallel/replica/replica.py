@@ -211,7 +211,7 @@ class Replica:
                 finally:
                     writes = module.end(found, keeps_data=not grad)  # [6] report
                 # Tensors are found wherever pickle reaches, also in objects of the user's classes.
-                value = parcel(output, "output")
+                value, anew = parcel(output, "output"), batch.is_made_anew(output)
         except BaseException as error:  # what was written until then is written
             return Answer(failure=exceptions.failure(error, terms.where), writes=writes)
         if request.key is not None and any(t.requires_grad for t in value.tensors):
@@ -225,7 +225,7 @@ class Replica:
             if optional:
                 there = engine.reachable(value.tensors)
                 reached = tuple([id(t) in there for t in optional])
-        return Answer(value, reached, writes=writes)
+        return Answer(value, reached, anew, writes=writes)
 
     def _backward(self, request: BackwardRequest) -> Answer:
         """Differentiate outputs of one chunk."""

@@ -231,6 +231,7 @@ class Answer(NamedTuple):
     # gradient the outputs depend on. Of a backward: which leaves' gradients are kept, or went into
     # the group's sum.
     reached: tuple[bool, ...] = ()
+    anew: bool = False  # of a forward: gather returns nothing of its output itself
     failure: Failure | None = None  # the exception, if there is one
     warnings: tuple[CaughtWarning, ...] = ()
     writes: Writes = Writes()

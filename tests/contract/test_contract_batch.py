@@ -17,7 +17,8 @@ from harness import Apply, assert_same_grads, raised, same, trio
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from raydp_parallel import DataParallel
+from raydp_parallel import DataParallel, parallel_apply, replicate
+from raydp_parallel.batch import containers
 
 TWO = ["cpu", "cpu"]
 Pair = namedtuple("Pair", "x y")
@@ -345,3 +346,76 @@ def test_G13_a_parameter_as_output_is_repeated() -> None:
         assert out.tolist() == [1.0, 2.0, 3.0] * 3
         (out * torch.arange(9.0)).sum().backward()
     assert_same_grads(ours, theirs)
+
+
+class Holder:
+    """An object that is no container."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+@dataclass
+class Keeps(Sample):
+    """Gathered by its own rule, which copies nothing."""
+
+    @classmethod
+    def __gather__(cls, parts: Any, *_: Any) -> Any:
+        return parts
+
+
+@dataclass
+class Items(dict):
+    """A dict whose items are fields, too, as transformers' outputs are."""
+
+    x: Any
+
+    def __post_init__(self) -> None:
+        self["x"] = self.x
+
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "plain": lambda y: (y, {"y": OrderedDict(y=y)}, Pair(y, None), Sample(y), [1, "text"]),
+    "rule": Keeps,
+    "object": lambda y: (y, y, Holder(y * 2)),
+    "same object": lambda y: [y, Holder(y)],
+    "registered": lambda y: Marked(y.detach()),
+    "subclass": lambda y: {"y": y, "lists": Lists([y])},
+    "items": Items,
+    "key": lambda y: {y: y},
+}
+CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "model": lambda model, x: model(x),
+    "run": lambda model, x: model.run(lambda net, x: net(x), x),
+    "no gather": lambda model, x: model.call("forward", x, gather=False),
+    "parallel_apply": lambda model, x: parallel_apply(replicate(model.module, TWO), [x, x]),
+    "map": lambda model, x: [*model.map([x, x + 1, x + 2])],
+    "with_loss": lambda model, x: model.with_loss(lambda y, _: y, reduction="none")(x, x),
+}
+
+
+def held_in(value: Any) -> list[Tensor]:
+    """All tensors of an output."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    parts = [*vars(value).values()] if hasattr(value, "__dict__") else parts
+    return [t for part in parts for t in held_in(part)] if isinstance(parts, (list, tuple)) else []
+
+
+@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.filterwarnings("ignore:.*not joined")
+def test_B14_no_later_call_writes_to_outputs(
+    name: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever holds them; messages lie in memory that is used again."""
+    monkeypatch.setattr(containers, "registered", {Marked: (None, lambda parts, *_: parts)})
+    x = rows(1 if name == "key" else 4)
+    model = DataParallel(apply(lambda net, x: RETURNED[name](x * net.weight)), TWO)
+    for call, function in CALLS.items():
+        with torch.set_grad_enabled(grad):
+            held = held_in(function(model, x))
+            before = [t.detach().clone() for t in held]
+            function(model, x + 9)
+        assert held and all(map(torch.equal, before, held)), call
