@@ -14,7 +14,8 @@ import pickle
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import compress
+from operator import eq, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,24 +77,36 @@ class Built:
         # The slots of tensors that are no parameters, and of those that are no buffers either.
         self.loose = {slot for slot, t in tensors.items() if not isinstance(t, nn.Parameter)}
         self.attributes = self.loose - registered
-        # Buffers that each forward has anew lie in one run, with the slot of each of its lines.
+        # Of buffers that each forward has anew: how they lie in a run, and whose each line is.
         buffers = [*dict.fromkeys([slot for _, _, slot in self._places])]
         self.layout = Layout(specs_of([tensors[slot] for slot in buffers]))
         self.owners = np.empty(self.layout.size // ALIGN, dtype=np.int64)
         for slot, begin in zip(buffers, self.layout.offsets, strict=True):
             end = begin + tensors[slot].nbytes
             self.owners[begin // ALIGN : -(-end // ALIGN)] = slot
-        # A run like it with the contents of the master, which an update changes.
+        # A run with the contents of the master, which an update changes, and one to compare.
         row = [contents[slot] for slot in buffers]
-        self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=gpu_of(row) or "cpu")
+        device = gpu_of(row) or "cpu"
+        self.flat = torch.zeros(self.layout.size, dtype=torch.uint8, device=device)
         self.views = dict(zip(buffers, self.layout.views(self.flat), strict=True))
         copy_row([*self.views.values()], row)
+        other = torch.zeros_like(self.flat)
+        self._now = other, self.layout.views(other)
         self.lies = _lies({slot: tensors[slot] for slot in tensors.keys() - self.loose})
 
     def put(self, tensors: dict[int, Tensor]) -> None:
         """Let the module have other buffers."""
         for place, name, slot in self._places:
             place[name] = tensors[slot]
+
+    def now(self, tensors: dict[int, Tensor]) -> Tensor:
+        """Lay buffers out in a run, but for those that lie otherwise by now. It is valid until the
+        next one.
+        """
+        (flat, views), row = self._now, [tensors[slot] for slot in self.views]
+        alike = [*map(eq, specs_of(row), self.layout.specs)]
+        copy_row([*compress(views, alike)], [*compress(row, alike)])
+        return flat
 
     def put_back(self) -> list[tuple[Attributes, Attributes]]:
         """Put attributes back that were set; returns what they were."""
@@ -112,7 +125,6 @@ class Found:
 
     built: Built
     tensors: dict[int, Tensor]  # by slot
-    flat: Tensor  # the memory of the buffers that are this forward's own
     # How often each had been written to when it ended, as its graph saved them; empty until then.
     saved: dict[int, int] = field(default_factory=dict)
     touched: raw_access.Touched = field(default_factory=dict)  # past versions
@@ -125,7 +137,7 @@ class Found:
     was: Tensor | None = None
 
     def watch(self, was: Tensor | None) -> None:
-        """Note what the tensors are, to find later what was written to."""
+        """Note what the tensors are, and the buffers' bytes, to find later what was written to."""
         self.versions = versions_of(self.tensors.values())
         self.lies = self.built.lies | _lies({n: self.tensors[n] for n in self.built.loose})
         self.was = was
@@ -136,7 +148,8 @@ class Found:
         """
         if self.was is None or not self.built.views:
             return set()
-        words = self.flat.view(torch.int64) != self.was.view(torch.int64)
+        now = self.built.now(self.tensors)
+        words = now.view(torch.int64) != self.was.view(torch.int64)
         lines = words.view(len(self.built.owners), ALIGN // 8).any(1)
         return {*self.built.owners[lines.cpu().numpy()].tolist()}
 
@@ -324,13 +337,13 @@ class ReplicaModule:
         if self._built is None:
             self._built = self._build({})
         built = self._build(overlay) if overlay else self._built
-        flat = built.flat.clone()
-        fresh = {}
-        for slot, t in zip(built.views, built.layout.views(flat), strict=True):
-            fresh[slot] = raw_access.data(t)  # with a version of its own
-            fresh[slot].requires_grad_(self._tracked[slot].spec.grad)
+        # Each with a storage of its own: `resize_` finds no room in one that others share.
+        fresh = {slot: torch.empty_like(t) for slot, t in built.views.items()}
+        copy_row([*fresh.values()], [*built.views.values()])
+        for slot, t in fresh.items():
+            t.requires_grad_(self._tracked[slot].spec.grad)
         set_versions(fresh.values(), [self._tracked[slot].version for slot in fresh])
-        found = Found(built, built.tensors | fresh, flat)
+        found = Found(built, built.tensors | fresh)
         built.put(found.tensors)
         found.watch(built.flat if report else None)
         self._ran = found
@@ -374,7 +387,7 @@ class ReplicaModule:
                 d.clear()
                 d.update(now)
             self._ran = found
-        found.watch(found.flat.clone() if report else None)
+        found.watch(found.built.now(found.tensors).clone() if report else None)
 
     def end(self, found: Found, keeps_data: bool) -> Writes:
         """Find out what was written to, and let the next forward not find it. No single sign tells

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same_state, trio
+from harness import assert_same_state, raised, trio
 from mortal import rows, survives
 from random_nets import Checkpointed
 from torch import Tensor, nn
+from torch.ao import quantization
 
 from raydp_parallel import DataParallel
 
@@ -26,10 +27,10 @@ class Replaces(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.full((3, 3), 0.5))
         self.frozen = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("matrix", torch.arange(6.0).view(2, 3))
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("slope", torch.ones(3, requires_grad=True))
-        self.register_buffer("matrix", torch.arange(6.0).view(2, 3))
-        self.register_buffer("empty", torch.zeros(0))
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,6 +66,10 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
     "dtype": lambda net, x: setattr(net.mean, "data", net.mean.data.double() + 1),
     "set_": lambda net, x: net.mean.set_(net.mean + x.mean(0)),
     "resize_": lambda net, x: net.matrix.resize_(3, 3).fill_(2),
+    "resize_ by far": lambda net, x: net.matrix.resize_(9, 9).fill_(2),
+    "resize_ of nothing": lambda net, x: net.empty.resize_(3).fill_(2),
+    "out": lambda net, x: torch.mul(x[0], 2, out=net.empty),
+    "past its end": lambda net, x: raised(lambda: torch.as_strided(net.mean, (9,), (1,), 0).sum()),
     "no change": lambda net, x: setattr(net.mean, "data", net.mean.data.clone()),
     "both": both,
     "written first": written_first,
@@ -88,6 +93,18 @@ def test_R6_replaced_data_stays_where_upstream_keeps_it(how: str, grad: bool) ->
                 for name, parameter in ours.named_parameters():
                     torch.testing.assert_close(parameter.grad, theirs.get_parameter(name).grad)
                 torch.testing.assert_close(ours.module.slope.grad, theirs.module.slope.grad)
+
+
+def test_R6_torch_s_observers_resize_their_buffers() -> None:
+    """A net that is prepared for training with quantization, and one that looks at channels."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 3))
+    net.qconfig = quantization.get_default_qat_qconfig("x86")
+    ours, theirs, _ = trio(
+        nn.Sequential(quantization.prepare_qat(net), quantization.PerChannelMinMaxObserver()), 2
+    )
+    for x in torch.randn(3, 4, 3):
+        torch.testing.assert_close(ours(x), theirs(x))
+        assert_same_state(ours, theirs)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
