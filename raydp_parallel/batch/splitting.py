@@ -95,10 +95,9 @@ class _Plan:
                 warn(text, "_warned_of_sizes")
             if not self.cuts:
                 warn(
-                    "no argument has rows to split, so each replica gets all of them whole, as "
-                    "with torch.nn.DataParallel: what a list of strings or an array gives comes "
-                    "once for each device. Give tensors, or a class that register_batch_type "
-                    "makes known",
+                    "only tensors are split: each replica received the whole arguments, as with "
+                    "torch.nn.DataParallel, so rows of a list or an array are duplicated. Give "
+                    "tensors, or a class that register_batch_type makes known",
                     "_warned_of_copies",
                 )
         return counts.pop()

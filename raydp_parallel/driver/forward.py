@@ -70,6 +70,7 @@ class _Settings(NamedTuple):
     seed: int
     threads: int | None
     unused: UnusedGrads
+    rows: int  # of all chunks
 
 
 class ForwardCall(Call):
@@ -132,7 +133,7 @@ class ForwardCall(Call):
             update = update._replace(spread=spread)
             if spread.rank != spread.root:
                 update = update._replace(parts=())
-        chunk, (_, context, _, seed, threads, unused) = self.chunk, self.settings
+        chunk, (_, context, _, seed, threads, unused, _) = self.chunk, self.settings
         return ForwardRequest(
             Terms(chunk.number, context, threads, chunk.where, chunk.first, seat),
             model=chunk.master.number,
@@ -176,6 +177,15 @@ class ForwardCall(Call):
     def explain(self, failure: Failure) -> None:
         """Raise an error for arguments, or a module, that cannot be loaded here either."""
         given = self.given
+        if given.rows == 1 and "more than 1 value per channel" in failure.text:
+            exceptions.reraise(
+                failure._replace(
+                    text=f"{failure.text}This chunk has 1 row of a batch of {self.settings.rows}, "
+                    "and batch norm needs 2 in each: DataLoader(..., drop_last=True), or fewer "
+                    "devices"
+                ),
+                "",
+            )
         parts = {"function": given.called, "inputs": given.args, "kwargs": given.kwargs}
         parts["module"] = given.module
         for name, part in parts.items() if failure.loading else ():
@@ -222,7 +232,8 @@ def start(
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
         grad = context.grad and not context.inference
-        settings = _Settings(executor, context, grad, seed, threads, unused)
+        rows = sum([given.rows for given in chunks])
+        settings = _Settings(executor, context, grad, seed, threads, unused, rows)
         # Functions may travel beside the module, and what prepares objects of Ray's store.
         code = any(callable(given.called) or given.refs for given in chunks)
         if code:  # before they are packed: if their file was edited since, they travel by value

@@ -111,11 +111,10 @@ class LossCall:
             reduction = own
         elif reduction not in (_REDUCTIONS if self.count is None else (None, "mean")):
             raise ValueError(
-                f"with_loss: reduction={reduction!r} of {name}: expected to hear how the losses of "
-                "chunks become that of the batch: give reduction='mean' (over the rows), 'sum' or "
-                "'none', or a count for a mean alone, a function of the output and the targets "
-                "that says what it is divided by. A loss that compares rows with each other is "
-                "none of these: compute it in this process, of the model's output"
+                f"with_loss: {name} needs reduction='mean' (over the rows), 'sum' or 'none', or "
+                "count= for a mean alone, a function that returns what it is divided by; got "
+                f"{reduction!r}. "
+                "A loss that compares rows with each other is none of these: compute it of model(x)"
             )
         return replace(self, reduction=reduction or "mean", dim=dim, whole=chunks == 1)
 

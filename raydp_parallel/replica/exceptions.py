@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
 from torch._utils import ExceptionWrapper
 
 from raydp_parallel.errors import ParallelError, ReplicaError, ReplicaExit
@@ -44,19 +45,28 @@ def failure(error: BaseException, where: str | None) -> Failure:
     loading = isinstance(error, NotLoaded)
     if isinstance(error, NotLoaded) and error.__cause__ is not None:
         error = error.__cause__
-    begin = error.__traceback__  # where the module's code begins, if that raised
-    while begin is not None and begin.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        begin = begin.tb_next
-    text = "".join(traceback.format_exception(type(error), error, begin or error.__traceback__))
     return Failure(
         kind=_pickled(type(error)),
         name=f"{type(error).__module__}.{type(error).__qualname__}",
-        text=text,
+        text=_told(error),
         where=where,
         exception=_pickled_whole(error) if where is None else None,
         exit=not isinstance(error, Exception),
         loading=loading,
     )
+
+
+def _told(error: BaseException) -> str:
+    """Format an exception and its causes, without the frames between the module's own lines: those
+    of this package, and those by which torch calls each module.
+    """
+    found = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = found
+    while part is not None:
+        between = _PACKAGE, torch.nn.modules.module.__file__
+        part.stack[:] = [f for f in part.stack if not f.filename.startswith(between)] or part.stack
+        part = part.__cause__ or part.__context__
+    return "".join(found.format())
 
 
 class ShortTraceback(contextlib.ContextDecorator, contextlib.AbstractContextManager[object]):

@@ -166,7 +166,7 @@ def test_S9_where_nothing_can_be_split_rows_come_once_per_replica_with_one_warni
         for _ in range(2):
             same(ours(["a", "b", "c"]), theirs(["a", "b", "c"]))
     (warning,) = [str(one.message) for one in caught]
-    assert "comes once for each device" in warning and "register_batch_type" in warning
+    assert "are duplicated" in warning and "register_batch_type" in warning
 
 
 def test_S10_objects_among_the_arguments_are_copies() -> None:

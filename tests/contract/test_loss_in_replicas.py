@@ -300,7 +300,7 @@ def test_T6_it_has_to_be_known_how_losses_add_up(executors: Any) -> None:
     net = Head()
     model = DataParallel(net, executor=executors(3))
     for own in (lambda out, y: out.mean(), Strange(), functools.partial(of_words)):
-        with pytest.raises(ValueError, match=r"give reduction='mean'.*compares rows"):
+        with pytest.raises(ValueError, match=r"needs reduction='mean'.*compares rows"):
             model.with_loss(own)
     x, y = torch.randn(ROWS, 5), torch.arange(ROWS) % 4
     compared(model.with_loss(Similar()), copy.deepcopy(net), Similar(), x, y)
@@ -316,9 +316,9 @@ def test_T6_it_has_to_be_known_how_losses_add_up(executors: Any) -> None:
         (nn.MSELoss(), {"count": words}, "takes no count"),
         (nn.MSELoss(reduction="nonsense"), {}, "'nonsense', expected 'mean'"),
         (of_words, {"count": 3}, "count must be a function, got int"),
-        (of_words, {"count": words, "reduction": "sum"}, "a count for a mean alone"),
-        (of_words, {"reduction": "batchmean"}, "of of_words: expected"),
-        (of_words, {"reduction": "median"}, "reduction='median'"),
+        (of_words, {"count": words, "reduction": "sum"}, "count= for a mean alone"),
+        (of_words, {"reduction": "batchmean"}, "of_words needs"),
+        (of_words, {"reduction": "median"}, "got 'median'"),
         (functools.partial(F.mse_loss, size_average=False), {}, "deprecated"),
         (nn.MSELoss(), {"targets": -1}, "targets=-1"),
         (nn.MSELoss(), {"targets": True}, "targets=True"),

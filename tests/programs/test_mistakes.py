@@ -74,6 +74,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: call(lambda net: pdb.set_trace()),
         "runs the module in this process",
     ),
+    "a chunk of one row under batch norm": (
+        lambda: DataParallel(nn.Sequential(nn.BatchNorm1d(3)), CPUS)(X[:2]),
+        "This chunk has 1 row of a batch of 2.*drop_last",
+    ),
+    "a criterion of one's own": (
+        lambda: DataParallel(Net(), CPUS).with_loss(lambda out, y: out.sum())(X, X),
+        r"needs reduction='mean' \(over the rows\), 'sum' or 'none'",
+    ),
     "sys.exit() in forward": (lambda: call(lambda net: sys.exit(1)), "goes on"),
     "a hook that fails in backward": (
         lambda: call(lambda net: net.weight.register_hook(lambda grad: grad[9])).sum().backward(),
@@ -107,6 +115,7 @@ def test_a_mistake_says_what_to_do(name: str) -> None:
             text = "; ".join(f"warning: {one.message}" for one in caught)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
+            assert "_call_impl" not in text
             files = [Path(f.filename).parents for f in traceback.extract_tb(error.__traceback__)]
             own = sum(Path(raydp_parallel.__file__).parent in parents for parents in files)
             assert own <= 4 * ("backward" not in name) and not (
