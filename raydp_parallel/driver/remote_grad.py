@@ -41,8 +41,8 @@ def _replaced(value: Any, change: Callable[[RemoteGrad], Tensor]) -> Any:
 
 @dataclass(eq=False)
 class Stand:
-    """What is known of the gradient for which a `RemoteGrad` stands. Others watch its end, which
-    torch forbids for tensors that are swapped.
+    """Knowledge of the gradient for which a `RemoteGrad` stands. Others watch its end, which torch
+    forbids for tensors that are swapped.
     """
 
     source: Resident  # its ``fetch`` lets this one, and perhaps others, have the value

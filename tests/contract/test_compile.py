@@ -106,7 +106,7 @@ def test_a_full_graph_is_refused_by_torch() -> None:
     with pytest.raises(RuntimeError, match="no compiled frames"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 3))
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="_Forward"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="SignedForward"):
         torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)(torch.ones(2, 3))
 
 

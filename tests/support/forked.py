@@ -73,7 +73,8 @@ def _serve(requests: socket.socket) -> NoReturn:
         log = os.open(os.environ.get("FORKED_LOG", os.devnull), flags)
         for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
             os.dup2(log, number)
-            setattr(sys, name, open(number, mode, closefd=False))  # pytest has its own
+            # pytest has its own
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
         torch.set_num_threads(1)
         importlib.import_module("torch._dynamo")  # optimizers do
 
