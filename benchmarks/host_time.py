@@ -3,7 +3,7 @@
 `python -m benchmarks.host_time` takes nets of many tensors that compute next to nothing, and counts
 the CPU time of the driver's process for forward and backward, beside that of the plain module's
 own step. The driver is one process: whatever it does for each tensor of each replica, all GPUs wait
-for.
+for. All run with one thread of torch's: those that only spin for work count as CPU time, too.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def run(effort: Effort) -> Report:
     replicas = REPLICAS[:1] if effort is Effort.SMOKE else REPLICAS
     nets = {**NETS} if effort is Effort.FULL else dict([*NETS.items()][:3])
     warmup = effort.warmup
+    torch.set_num_threads(1)
     data: dict[str, dict[str, list[float]]] = {}
     for name, (make, batch) in nets.items():
         plain = make()
