@@ -24,8 +24,9 @@ class Options:
             number, their ``"mean"``, weighted by the chunks' rows.
         unused_grads: The gradient of a parameter that no replica used: ``"zeros"`` as upstream, or
             ``"none"`` as a plain module would leave it.
-        placement_timeout: Seconds that replicas may take to be placed and to start. While they wait
-            for a place Ray's autoscaler knows of it, and a node that is added is used.
+        placement_timeout: Seconds that replicas may take to be placed and to start, which takes
+            minutes where all cores are busy. While they wait for a place Ray's autoscaler knows of
+            it, and a node that is added is used.
         call_timeout: Seconds that one forward or backward may take before its replica counts as
             dead and is ended; None waits. The first call of a process has ``placement_timeout``, if
             that is more: it imports.
@@ -59,7 +60,7 @@ class Options:
 
     scalars: Scalars = "vector"
     unused_grads: UnusedGrads = "zeros"
-    placement_timeout: float = 60.0
+    placement_timeout: float = 180.0
     call_timeout: float | None = None
     elastic: bool = False
     name: str | None = None

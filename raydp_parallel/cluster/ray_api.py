@@ -281,6 +281,11 @@ def nodes() -> list[Node]:
     first, leaving = here(), draining()
     living = [Node(entry["NodeID"], entry["Resources"]) for entry in ray.nodes() if entry["Alive"]]
     staying = [node for node in living if node.id not in leaving]
+    if not staying:
+        text = (
+            "this program's Ray node is gone, and no other is left; after ray.shutdown() the next"
+        )
+        raise ClusterError(f"{text} call starts or joins another")
     return sorted(staying, key=lambda node: (node.id != first, node.id))
 
 

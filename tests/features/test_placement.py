@@ -122,6 +122,15 @@ def test_a_cluster_s_folder_is_its_user_s_own(monkeypatch: pytest.MonkeyPatch) -
             made.rmdir()
 
 
+def test_a_node_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a KeyError."""
+    monkeypatch.setattr(ray_api, "here", str)
+    monkeypatch.setattr(ray_api, "draining", frozenset)
+    monkeypatch.setattr(ray_api.ray, "nodes", lambda: [{"NodeID": "a", "Alive": False}])
+    with pytest.raises(ClusterError, match="this program's Ray node is gone"):
+        at_home([Place("cpu", 0)], Options())
+
+
 def test_a_start_asks_nothing_of_a_cluster_that_was_left() -> None:
     """In the foreground either: at the program's end, a thread may be at its first call."""
     for left, ended, error in ((True, False, ClusterError), (False, True, ExecutorClosed)):
