@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,14 @@ class Options:
     label_selector: Mapping[str, str] = field(default_factory=dict, hash=False)
     gpu_paths: Literal["auto"] | Sequence[GpuPath] = "auto"
 
+    def __new__(cls, **given: object) -> Options:
+        """Suggest the name that was meant."""
+        names = cls.__dataclass_fields__
+        for name in given.keys() - names:
+            near = difflib.get_close_matches(name, names, 1) or names
+            raise TypeError(f"Options has no {name!r}, but {', '.join(near)}")
+        return super().__new__(cls)
+
     @property
     def replicas_per_gpu(self) -> int:
         """How many replicas `gpus_per_replica` puts on each GPU."""
@@ -95,6 +104,9 @@ class Options:
             if not isinstance(value, (str, Real)):  # a copy: the program may change its own
                 copied = dict(value) if isinstance(value, Mapping) else tuple(value)
                 object.__setattr__(self, name, copied)
+
+
+Options.__new__.__wrapped__ = Options.__init__  # type: ignore[attr-defined]  # has the signature
 
 
 def _is_amount(value: object) -> bool:

@@ -612,8 +612,7 @@ def _check_types(dim: object, **others: object) -> None:
     kinds = {"module": nn.Module, "executor": Executor, "options": Options}
     for name, value in others.items():
         if not isinstance(value, kinds[name]) and (name == "module" or value is not None):
-            raise TypeError(
-                f"DataParallel: {name} must be a {kinds[name].__name__}, got {type(value).__name__}"
-            )
+            kind = f"{'a' if name == 'module' else 'an'} {kinds[name].__name__}"
+            raise TypeError(f"DataParallel: {name} must be {kind}, got {type(value).__name__}")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"DataParallel: dim must be an int, got {dim!r}")

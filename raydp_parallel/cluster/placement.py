@@ -92,13 +92,13 @@ def normalize(device_ids: Sequence[object] | None, options: Options) -> list[Dev
         return list(all_gpus(options))
     if isinstance(device_ids, (str, int)) or not hasattr(device_ids, "__iter__"):
         raise TypeError(f"device_ids={device_ids!r}: give a list, such as [0, 1] or ['cpu', 'cpu']")
-    ids = [device_id(entry) for entry in device_ids]
+    given = [*device_ids]
+    ids = [device_id(entry) for entry in given]
     if not ids:
         hint = "leave it out to use every GPU of the cluster, or give ids or 'cpu' entries"
         raise ValueError(f"device_ids=[] names no device: {hint}")
-    gpus = [entry for entry in ids if isinstance(entry, int)]
-    if gpus:
-        check_gpus(gpus, options)
+    if any(isinstance(entry, int) for entry in ids):
+        check_gpus(given, ids, options)
     return ids
 
 
@@ -114,24 +114,24 @@ def all_gpus(options: Options) -> list[int]:
     return list(range(len(homes("gpu", options)) if cluster else own))
 
 
-def check_gpus(ids: Sequence[int], options: Options) -> None:
-    """Raise `PlacementError` for ids that a private cluster lacks. Others may still get nodes."""
+def check_gpus(given: Sequence[object], ids: Sequence[DeviceId], options: Options) -> None:
+    """Raise `PlacementError` for ids that a private cluster lacks, as the program has ``given``
+    them. Other clusters may still get nodes.
+    """
     ray_api.connect()
     count = len(homes("gpu", options))
+    none = f"device_ids={[*given]}: this cluster has no GPU"
     if options.elastic or options.label_selector or not is_private():
         if not count:
-            ray_api.warn_once(
-                f"device_ids={[*ids]}: the cluster has no GPU for these Options. Replicas wait up "
-                f"to {options.placement_timeout:g} s for a node with one. Give 'cpu' entries for "
-                "CPU replicas"
-            )
+            wait = f"Replicas wait up to {options.placement_timeout:g} s for a node with one"
+            ray_api.warn_once(f"{none}. {wait}. Give 'cpu' entries for CPU replicas")
         return
-    missing = [i for i in ids if i >= count]
-    if missing:
-        has = "no GPU" if not count else "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"
+    if not count:
+        raise PlacementError(f"{none}. Use {['cpu'] * len(ids)}")
+    pairs = zip(given, ids, strict=True)
+    if missing := [entry for entry, number in pairs if number != "cpu" and int(number) >= count]:
         raise PlacementError(
-            f"device_ids: {missing} not in the cluster, which has {has} on {len(nodes())} node(s) "
-            "for these Options. Use those, or 'cpu' entries for CPU replicas"
+            f"device_ids: {missing} not in the cluster. Use {[*range(count)]}, or 'cpu' entries"
         )
 
 

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -267,6 +268,18 @@ def in_short(error: BaseException) -> str:
         return f"{type(error.cause).__name__}: {error.cause}"
     text = " ".join(str(error).split()).partition(" Some common causes")[0]
     return re.sub(r".*(The actor (is dead|died) because|exit detail:) ", "", text).rstrip(".")
+
+
+def program() -> str:
+    """Return the name of the program, or that by which Ray shows the task, the actor's method or
+    Tune's trial that this process runs.
+    """
+    title = Path("/proc/self/cmdline").read_text(errors="replace").partition("\0")[0]
+    name = title[5:] if title.startswith("ray::") else Path(*sys.argv[:1]).stem
+    if name == "ImplicitFunc.train":
+        with contextlib.suppress(AttributeError):  # of an older Ray
+            name = sys.modules["ray.tune"].get_context().get_trial_name()
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "python"
 
 
 class Node(NamedTuple):

@@ -158,6 +158,8 @@ class ReplicaSet:
             raise errors.ExecutorClosed(_CLOSED)
         if self._starter is None or not self._starter.alive():
             # The cluster was left, and the replicas with it.
+            if self._starter is not None:
+                log.warning("your Ray was shut down, and its replicas with it; starting new ones")
             self._stop_successors()
             for slot in self.slots.values():
                 slot.state = "starting"

@@ -22,6 +22,7 @@ from raydp_parallel.devices import threads
 from raydp_parallel.devices.ambient import environment
 from raydp_parallel.devices.cuda import Hello, own_gpu
 from raydp_parallel.errors import ClusterError, ExecutorClosed, GraphLost, PlacementError
+from raydp_parallel.monitoring.stats import count
 from raydp_parallel.options import Options
 from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 
@@ -87,8 +88,8 @@ class Starter:
                 raise ExecutorClosed("the executor, or the program, ended while replicas started")
             if not background and now >= said:
                 said = now + 10
-                text = "waiting for %d replicas: each needs a place, and imports torch"
-                log.warning(f"{text} (%.0f s)", len(wanted), now - begun)
+                replicas = count(len(wanted), "replica")
+                log.warning("waiting for %s to start (%.0f s so far)", replicas, now - begun)
             return now >= begun + self._options.placement_timeout
 
         actors: dict[Place, Actor] = {}

@@ -6,13 +6,10 @@ import contextlib
 import itertools
 import logging
 import os
-import re
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,8 +55,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         self.options = options or Options()
         self._every = device_ids is None
         self.device_ids = [] if device_ids == () else normalize(device_ids, self.options)
-        program = re.sub(r"[^\w.-]+", "-", Path(*sys.argv[:1]).stem).strip("-.") or "python"
-        self.replica_set = ReplicaSet(self.options, self.options.name or program)
+        self.replica_set = ReplicaSet(self.options, self.options.name or ray_api.program())
         self.groups: dict[object, Group] = {}  # in which replicas exchange tensors
         self.dispatcher = Dispatcher(self.replica_set, self.groups)
         self.failed_joins = 0  # how often they could not join one that uses NCCL

@@ -132,8 +132,8 @@ def test_device_ids_that_name_no_device(ids: Any, kind: type[Exception], words: 
         ({"module": None}, TypeError, "module must be a Module, got NoneType"),
         ({"dim": "0"}, TypeError, "dim must be an int, got '0'"),
         ({"dim": True}, TypeError, "dim must be an int, got True"),
-        ({"executor": "local"}, TypeError, "executor must be a Executor, got str"),
-        ({"options": {"threads": 1}}, TypeError, "options must be a Options, got dict"),
+        ({"executor": "local"}, TypeError, "executor must be an Executor, got str"),
+        ({"options": {"threads": 1}}, TypeError, "options must be an Options, got dict"),
         ({"output_device": 7}, ValueError, "output_device=7"),
     ],
 )

@@ -11,9 +11,11 @@ import json
 import os
 import pickle
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +274,21 @@ def test_device_ids_of_every_kind(ids: Any, expected: list[Any]) -> None:
     known = {info.pid: info for info in model.executor.replicas()}
     assert [known[pid].device_id for pid in pids] == expected
     assert len(set(pids)) == len({e for e in expected if e != "cpu"}) + expected.count("cpu")
+
+
+def test_an_executor_has_the_name_that_ray_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program, a task, an actor's method, a trial; each was called default_worker."""
+    trial = SimpleNamespace(get_context=lambda: SimpleNamespace(get_trial_name=lambda: "trial_7"))
+    monkeypatch.setitem(sys.modules, "ray.tune", trial)
+    monkeypatch.setattr(sys, "argv", ["/a/my train.py"])
+    for line, name in (
+        ("python\0my train.py", "my-train"),
+        ("ray::fit one\0\0", "fit-one"),
+        ("ray::Trainer.run\0", "Trainer.run"),
+        ("ray::ImplicitFunc.train\0", "trial_7"),
+    ):
+        monkeypatch.setattr(Path, "read_text", lambda *_, line=line, **how: line)
+        assert re.fullmatch(f"{name}(/\\d+)?", Executor(()).replica_set.recorder.name)
 
 
 def script(code: str, running: str | None = None, **environment: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from raydp_parallel.cluster import placement, ray_api
 from raydp_parallel.cluster.placement import Hold, Place, _in_order, at_home, places
 from raydp_parallel.cluster.ray_api import Node
 from raydp_parallel.cluster.start import Starter
-from raydp_parallel.errors import ClusterError, ExecutorClosed
+from raydp_parallel.errors import ClusterError, ExecutorClosed, PlacementError
 from raydp_parallel.options import Options
 
 
@@ -79,12 +80,25 @@ def test_a_cluster_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch)
     for gpus, count in ((2, 0), (0, 1)):
         monkeypatch.setattr(placement, "nodes", lambda gpus=gpus: [node("a", gpus)])
         monkeypatch.setattr(ray_api, "free", ", ".join)
-        placement.check_gpus([0, 1], Options())
+        placement.check_gpus([0, 1], [0, 1], Options())
         assert len(said) == count
         wanted = places((0, 1))
         text = str(placement.no_room(wanted, wanted, Options()))
         assert "Free now: GPU, CPU, on 1 node" in text and "or 'cpu' entries" in text
-    assert "the cluster has no GPU" in said[0] and "Give 'cpu' entries" in said[0]
+    assert "this cluster has no GPU" in said[0] and "Give 'cpu' entries" in said[0]
+
+
+def test_gpus_that_a_machine_lacks_are_named_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to write instead."""
+    monkeypatch.setattr(ray_api, "connect", lambda: True)
+    monkeypatch.setattr(placement, "is_private", lambda: True)
+    for gpus, ids, text in (
+        (0, ["cpu:0", "cuda"], "['cpu:0', 'cuda']: this cluster has no GPU. Use ['cpu', 'cpu']"),
+        (1, ["cuda:0", "cuda:1", 2], "['cuda:1', 2] not in the cluster. Use [0], or 'cpu' entries"),
+    ):
+        monkeypatch.setattr(placement, "nodes", lambda gpus=gpus: [node("a", gpus)])
+        with pytest.raises(PlacementError, match=re.escape(text)):
+            placement.normalize(ids, Options())
 
 
 def test_a_stranger_names_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
