@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter, setitem
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.nn.utils import parametrize
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -25,7 +27,8 @@ class CallContext(NamedTuple):
     autocast: tuple[tuple[bool, torch.dtype], ...]  # for each device type: enabled, dtype
     autocast_cache: bool
     anomaly: tuple[bool, bool]  # on, checks for NaN
-    flags: tuple[object, ...]  # process-wide settings, see _FLAGS
+    cached: bool  # each chunk computes a parametrized tensor once
+    flags: tuple[object, ...]  # process-wide settings, see FLAGS
 
 
 _Flag = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -56,73 +59,90 @@ def environment() -> dict[str, str]:
     return {name: one for name, one in chosen if name in VARIABLES or name.startswith("NCCL_")}
 
 
-def _older(read: Callable[[], object], write: Callable[[Any], object]) -> _Flag:
-    """A precision setting of torch's older interface, which raises when it is read after the newer
-    interface was used.
+def _setting(path: str, reader: str = "") -> _Flag:
+    """A setting of torch: an attribute, or a function that sets it, beside the one that reads it.
+    It reads as None if this torch does not have it; and some of the older interface for precisions
+    raise, where the newer one was used.
     """
+    *parents, name = path.split(".")
+    owner: Any = torch
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    told: Callable[[], object] = partial(getattr, owner, name, None)
+    write: Callable[[Any], object] = partial(setattr, owner, name)
+    if reader:
+        told, write = getattr(owner, reader, lambda: None), getattr(owner, name, lambda value: None)
 
-    def read_if_told() -> object:
+    def read() -> object:
         try:
-            return read()
+            return told()
         except RuntimeError:
             return None
 
-    return read_if_told, write
-
-
-def _attribute(path: str) -> _Flag:
-    """A setting of `torch.backends`, which reads as None if this torch does not have it."""
-    *parents, name = path.split(".")
-    owner: Any = torch.backends
-    for parent in parents:
-        owner = getattr(owner, parent, None)
-    return partial(getattr, owner, name, None), partial(setattr, owner, name)
-
-
-def _attention(kind: str) -> _Flag:
-    """A setting of `torch.backends.cuda` by two functions."""
-    cuda = torch.backends.cuda
-    read = getattr(cuda, f"{kind}_sdp_enabled", lambda: None)
-    return read, getattr(cuda, f"enable_{kind}_sdp", lambda value: None)
+    return read, write
 
 
 def _reduction(name: str) -> _Flag:
     """A setting of `torch.backends.cuda.matmul`, which newer versions of torch split in two."""
     matmul, second = torch.backends.cuda.matmul, f"{name}_split_k"
     if not hasattr(matmul, second):
-        return _attribute(f"cuda.matmul.{name}")
-    both = operator.attrgetter(name, second)
+        return _setting(f"backends.cuda.matmul.{name}")
+    both = attrgetter(name, second)
     return partial(both, matmul), partial(setattr, matmul, name)
 
 
-_PRECISIONS = (
-    *("fp32_precision", "cudnn.fp32_precision"),
-    *("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
-    *("mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision"),
+_SETTINGS = (
+    "set_default_dtype get_default_dtype",
+    "set_warn_always is_warn_always_enabled",
+    "set_float32_matmul_precision get_float32_matmul_precision",
+    "backends.mha.set_fastpath_enabled get_fastpath_enabled",
+    "backends.cuda.enable_flash_sdp flash_sdp_enabled",
+    "backends.cuda.enable_mem_efficient_sdp mem_efficient_sdp_enabled",
+    "backends.cuda.enable_math_sdp math_sdp_enabled",
+    "backends.cuda.enable_cudnn_sdp cudnn_sdp_enabled",
+    "backends.cuda.allow_fp16_bf16_reduction_math_sdp fp16_bf16_reduction_math_sdp_allowed",
+    "backends.cuda.preferred_linalg_library preferred_linalg_library",
+    "backends.cuda.preferred_blas_library preferred_blas_library",
+    "backends.cuda.matmul.allow_fp16_accumulation",
+    *("backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.benchmark_limit"),
+    *("backends.cudnn.deterministic", "backends.cudnn.depthwise_kernel"),
+    *("backends.cudnn.allow_tf32", "backends.miopen.immediate"),
+    *("backends.mkldnn.enabled", "backends.mkldnn.deterministic"),
+    *("backends.opt_einsum.enabled", "backends.opt_einsum.strategy"),
+    *("utils.deterministic.fill_uninitialized_memory", "distributions.Distribution._validate_args"),
+    # Of float32 products in the newer interface, which the older one changes and does not report.
+    # The general one comes first: an operation without one of its own follows it. That of mkldnn as
+    # a whole is left out, as torch sets the general one in its place.
+    *("backends.fp32_precision", "backends.cudnn.fp32_precision"),
+    *("backends.cuda.matmul.fp32_precision", "backends.cudnn.conv.fp32_precision"),
+    *("backends.cudnn.rnn.fp32_precision", "backends.mkldnn.matmul.fp32_precision"),
+    *("backends.mkldnn.conv.fp32_precision", "backends.mkldnn.rnn.fp32_precision"),
 )
-"""The precision of float32 products in torch's newer interface, which the older one does not
-report. The general setting comes first: an operation without a setting of its own follows it. That
-of mkldnn as a whole is left out, as torch sets the general one in its place.
-"""
+"""Attributes of torch, and functions, each with the one that reads it."""
 
-_FLAGS: tuple[_Flag, ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (
+_invariants = torch.sparse.check_sparse_tensor_invariants
+
+FLAGS: dict[str, _Flag] = {
+    _WORKSPACES: (partial(os.environ.get, _WORKSPACES), partial(setitem, os.environ, _WORKSPACES)),
+    "use_deterministic_algorithms": (
         torch.get_deterministic_debug_mode,  # 0 off, 1 warns, 2 raises
         lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
     ),
-    (partial(os.environ.get, _WORKSPACES), partial(os.environ.__setitem__, _WORKSPACES)),
-    _older(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    *map(_attribute, ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")),
-    _older(*_attribute("cudnn.allow_tf32")),
-    *map(_attention, ("flash", "mem_efficient", "math", "cudnn")),
-    _reduction("allow_fp16_reduced_precision_reduction"),
-    _reduction("allow_bf16_reduced_precision_reduction"),
-    _attribute("cuda.matmul.allow_fp16_accumulation"),
-    *map(_attribute, _PRECISIONS),  # last, because the older settings change these as well
-)
+    # Torch cannot be asked, but Python's own numbers are computed alike.
+    "set_flush_denormal": (lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
+    "sparse.check_sparse_tensor_invariants": (
+        _invariants.is_enabled,
+        lambda on: _invariants.enable() if on else _invariants.disable(),
+    ),
+    **{
+        f"backends.cuda.matmul.{name}": _reduction(name)
+        for name in [f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")]
+    },
+    **{text.partition(" ")[0]: _setting(*text.split()) for text in _SETTINGS},
+}
+"""Each process-wide setting by the name below torch that sets it; precisions last."""
 
-_READS = [read for read, _ in _FLAGS]
+_READS = [read for read, _ in FLAGS.values()]
 
 
 def capture() -> CallContext:
@@ -137,6 +157,7 @@ def capture() -> CallContext:
         autocast=tuple(autocast),
         autocast_cache=torch.is_autocast_cache_enabled(),
         anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        cached=parametrize._cache_enabled > 0,
         flags=tuple([read() for read in _READS]),
     )
 
@@ -146,12 +167,13 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
     most often has the same.
     """
     if tuple([read() for read in _READS]) != context.flags:
-        for (read, write), value in zip(_FLAGS, context.flags, strict=True):
+        for (read, write), value in zip(FLAGS.values(), context.flags, strict=True):
             if value is not None and read() != value:
                 write(value)
     wanted = [enabled for enabled, _ in context.autocast]
     current = [torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES]
-    if not (True in wanted or True in current or context.inference or context.anomaly[0]):
+    rare = context.inference or context.anomaly[0] or context.cached
+    if not (rare or True in wanted or True in current):
         return torch.set_grad_enabled(context.grad)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(context.inference))
@@ -163,6 +185,8 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
             stack.enter_context(
                 torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1])
             )
+        if context.cached:
+            stack.enter_context(parametrize.cached())  # its end empties the cache
         return stack.pop_all()
 
 
@@ -188,7 +212,7 @@ def refuse_transforms() -> None:
 def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
     """Raise the same for derivatives of forward mode, which would be lost in silence."""
     duals = torch.autograd.forward_ad
-    if duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in tensors):
+    if any(duals.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(_NO_TRANSFORMS)
 
 

@@ -5,13 +5,17 @@ to A11).
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import random
+import re
 import sys
 import threading
 import traceback
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,9 +24,11 @@ import pytest
 import torch
 from harness import Apply, raised, trio
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel, ReplicaExit, parallel_apply, replicate
+from raydp_parallel.devices import ambient
 
 CPUS = ["cpu", "cpu"]
 
@@ -435,61 +441,119 @@ def test_A8_inference_mode_now_and_then(width: int, inside: bool) -> None:
     assert [t.is_inference() for t in ours] == [t.is_inference() for t in theirs]
 
 
-def flags() -> list[float]:
-    """Process-wide settings, as numbers."""
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    values = [cudnn.benchmark, cudnn.deterministic, cudnn.enabled, cudnn.allow_tf32]
-    values += [cuda.matmul.allow_tf32, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()]
-    values += [cuda.mem_efficient_sdp_enabled(), torch.are_deterministic_algorithms_enabled()]
-    values += [torch.is_deterministic_algorithms_warn_only_enabled(), torch.is_anomaly_enabled()]
-    values += [torch.is_anomaly_check_nan_enabled(), torch.get_default_dtype() is torch.float64]
-    values += [["highest", "high", "medium"].index(torch.get_float32_matmul_precision())]
-    return [float(value) for value in values]
+def settings(_net: Any = None, x: Any = None) -> str:
+    """Torch's settings, as text."""
+    row = {name: read() for name, (read, _) in ambient.FLAGS.items()}
+    return str((row, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()))
 
 
-def of_cudnn(name: str) -> Callable[[bool], None]:
-    """Make a function that changes a setting of cuDNN."""
-    return lambda value: setattr(torch.backends.cudnn, name, value)
-
-
-SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
-    "deterministic": (torch.use_deterministic_algorithms, True, False),
-    "deterministic, warn only": (
-        lambda on: torch.use_deterministic_algorithms(on, warn_only=on),
-        True,
-        False,
-    ),
-    "cudnn.benchmark": (of_cudnn("benchmark"), True, False),
-    "cudnn.deterministic": (of_cudnn("deterministic"), True, False),
-    "cudnn.enabled": (of_cudnn("enabled"), False, True),
-    "cudnn.allow_tf32": (of_cudnn("allow_tf32"), False, True),
-    "flash": (torch.backends.cuda.enable_flash_sdp, False, True),
-    "math": (torch.backends.cuda.enable_math_sdp, False, True),
-    "matmul precision": (torch.set_float32_matmul_precision, "high", "highest"),
-    "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
-    "anomaly": (torch.autograd.set_detect_anomaly, True, False),
-    "anomaly without NaN check": (
-        lambda on: torch.autograd.set_detect_anomaly(on, check_nan=not on),
-        True,
-        False,
-    ),
+OTHERS: dict[str, Any] = {
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "set_default_dtype": torch.float64,
+    "set_float32_matmul_precision": "high",
+    "use_deterministic_algorithms": 2,
+    "backends.cudnn.depthwise_kernel": "cudnn",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (False, False),
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (False, False),
 }
-"""Of each: how it is changed, the value to try, and torch's own."""
+"""Values of settings that are not switched; those of precisions are alike."""
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*ambient.FLAGS, "anomaly", "anomaly without NaN check"])
 def test_A8_process_wide_settings_travel(name: str) -> None:
     """Set in the caller, they are set inside; set back, they are back."""
-    change, value, usual = SETTINGS[name]
-    before = flags()
-    assert found(flags) == [before] * 2
-    change(value)
+    read, write = ambient.FLAGS.get(name, (lambda: False, lambda _: None))
+    if read() is None or "preferred" in name:
+        pytest.skip("this torch does not have it")
+    value = "ieee" if "fp32" in name else OTHERS.get(name, not read())
+    before, model, x = ambient.capture(), DataParallel(Apply(settings), CPUS), torch.ones(2, 1)
+    usual = settings()
+    assert model(x) == [usual] * 2
     try:
-        assert flags() != before
-        assert found(flags) == [flags()] * 2
+        with torch.autograd.set_detect_anomaly("anomaly" in name, check_nan="without" not in name):
+            write(value)
+            assert settings() != usual or "precision" in name
+            assert model(x) == [settings()] * 2
     finally:
-        change(usual)
-    assert found(flags) == [before] * 2
+        with ambient.enter(before):
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    assert model(x) == [usual] * 2 or name == "CUBLAS_WORKSPACE_CONFIG"
+
+
+LEFT_OUT = {
+    "*rng_state*|*set_num_*threads": "a call has a seed, and an option for threads",
+    "*autocast*|*grad_enabled|*enable_grad|*anomaly*": "travel with the call, too",
+    "set_default_device|*set_default_tensor_type": "stays with the caller, as upstream",
+    "*.set_flags|set_deterministic_debug_mode|*.matmul.allow_tf32": "listed by other names",
+    "*_split_k|*invariants.enable|*.set_default_validate_args": "listed by other names, too",
+    "*.set_device*|*.set_stream|cuda.tunable.*|cuda.memory.*": "of one GPU",
+    "backends.quantized.*|backends.python_native.*|*rocm*": "of the node's processor",
+    "backends.mkldnn.fp32_precision|backends.mkldnn.allow_tf32": "torch does not tell it",
+    "*multithreading*|autograd.graph.*|cuda.set_sync_debug_mode": "changes or warns of no value",
+    "compiler.*|utils.set_module|Graph.*": "of code, and not of values",
+    "utils.checkpoint.*|__future__.*": "blocks in the module, and moves of it in the driver",
+    "nn.attention.*|utils.data.*|utils.backend_registration.*": "blocks, loaders, other devices",
+}
+"""Patterns of settings that stay with the caller, with why."""
+
+
+VERBS, BOUND = re.compile("(set|enable|allow|use|preferred)(_|$)"), (staticmethod, classmethod)
+PARTS = "__future__|autograd|backends|compiler|cuda|distributions|nn|random|sparse|utils"
+
+
+def settings_of_torch() -> Iterator[str]:
+    """Names below torch of all that looks as if it sets something."""
+    for name in re.findall(r'name == "(\w+)"', inspect.getsource(torch.backends.cuda)):
+        yield f"backends.cuda.matmul.{name}"
+    for full, module in [*sys.modules.items()]:
+        if not re.fullmatch(rf"torch(\.({PARTS})(\.[a-z]\w*)*)?", full):
+            continue
+        own = vars(type(module)) if type(module) is not types.ModuleType else {}
+        for name, value in {**own, **vars(vars(module).get("m", module))}.items():
+            path = f"{full}.{name}".removeprefix("torch.")
+            here = (getattr(value, "__module__", None) or full) == full
+            if isinstance(value, torch.backends._FP32Precision):
+                yield f"{path}.fp32_precision"
+            elif hasattr(type(value), "__set__") or (here and VERBS.match(name)):
+                yield from [path] if name[0] != "_" else ()
+            elif isinstance(value, type) and here:
+                methods = [n for n, v in vars(value).items() if isinstance(v, BOUND)]
+                yield from [f"{path}.{n}" for n in methods if VERBS.match(n)]
+
+
+def test_A8_no_setting_of_torch_is_overlooked() -> None:
+    """Each travels, or stays for a reason."""
+    known = {*ambient.FLAGS, *"|".join(LEFT_OUT).split("|")}
+    assert not [n for n in settings_of_torch() if not any(fnmatch(n, one) for one in known)]
+
+
+class Counts(nn.Module):
+    """A parametrization that counts its calls."""
+
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * 2
+
+
+def test_A8_a_chunk_has_the_cache_of_parametrizations() -> None:
+    """Each computes a weight once in ``parametrize.cached()``, and the next one does so anew."""
+
+    def used_thrice(net: Any, x: Tensor) -> Tensor:
+        counts = net.layer.parametrizations.weight[0]
+        before = counts.calls
+        total = sum(net.layer.weight.sum() for _ in range(3)) * 0
+        return total + x * (counts.calls - before)
+
+    model, x = DataParallel(Apply(used_thrice, layer=nn.Linear(3, 3)), CPUS), torch.ones(2, 1)
+    parametrize.register_parametrization(model.module.layer, "weight", Counts())
+    for _ in range(2):
+        assert model(x).flatten().tolist() == [3.0, 3.0]
+        with parametrize.cached():
+            outs = [model(x) for _ in range(2)]
+        assert torch.cat(outs).flatten().tolist() == [1.0] * 4
+        sum(outs).sum().backward()
 
 
 class Bad(torch.autograd.Function):
