@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import fnmatch
 import functools
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -72,6 +74,11 @@ def test_the_api_page_has_every_public_name() -> None:
     found = set(re.findall(r"^::: .*?(\w+)$", page, re.MULTILINE))
     others = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert found >= {*raydp_parallel.__all__} >= others
+    for path, name in re.findall(r"^::: ([\w.]+)\.(\w+)$", page, re.MULTILINE):
+        text = " ".join(
+            (inspect.getdoc(getattr(importlib.import_module(path), name)) or "").split()
+        )
+        assert re.split(r"(?<=\.) ", text)[0].replace("``", "`") in page, name  # on disk, too
     (members,) = re.findall(r"::: raydp_parallel.DataParallel\n.*\n +members: \[(.*)\]", page)
     own = {name for name in vars(DataParallel) if not hasattr(torch.nn.DataParallel, name)}
     assert set(members.split(", ")) == {n for n in own if n[0] != "_"} | {"forward"}
