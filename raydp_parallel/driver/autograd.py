@@ -210,15 +210,17 @@ class Fork(Function):
                 running.add(at)
                 captured = True
         derived = len(call.parents)
+        needed = {at - derived for at in running if at >= derived}
+        grads: list[Tensor | None] = [None] * len(call.leaves)
+        if needed or not derived:
+            trip = Backward(call, ending.grads, needed)
+            higher = torch.is_grad_enabled()
+            grads = trip.derive(ending.pinned) if higher else trip.collect(captured)
+        # Last: if the trip fails, nobody takes this out of the parents again.
         for at, parent in enumerate(call.parents):
             if at in running:
                 parent.now.grads.update(ending.grads)
                 parent.now.pinned.extend(ending.pinned)
-        needed = {at - derived for at in running if at >= derived}
-        if derived and not needed:
-            return (None, *[None] * (derived + len(call.leaves)))
-        trip = Backward(call, ending.grads, needed)
-        grads = trip.derive(ending.pinned) if torch.is_grad_enabled() else trip.collect(captured)
         return (None, *[None] * derived, *grads)
 
 

@@ -991,6 +991,19 @@ def _raising(_grad):
     raise ValueError("hook of the driver")
 
 
+def test_B12_interrupted_second_order_leaves_no_graph(quiet_gc, monkeypatch):
+    """The gradients that it brought lead back to the call."""
+    model, x = wrap(mlp()), leaf(4, 3)
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    loss = out.mean() + slope.square().mean()
+    with monkeypatch.context() as patch:
+        patch.setattr(model.executor.dispatcher, "start", lambda flight: _raising(flight))
+        assert "hook of the driver" in str(raised(loss.backward))
+    del out, slope, loss
+    assert not any(graphs(model))
+
+
 # --- B13: losses inside ---
 
 
