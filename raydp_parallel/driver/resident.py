@@ -255,7 +255,7 @@ class Resident:
             self.collect()
             self.gradients.fetch(self.gradients.sums.values())
         if stand.known is None:
-            raise StateLost("the gradient went with the replicas that had it: all of them died")
+            raise StateLost("the gradient went with the replicas that had it")
         return stand.known
 
     def begin(self) -> None:

@@ -7,6 +7,7 @@ program has cleared it. All that one chunk keeps lies in one replica. See [Note:
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
-from raydp_parallel.errors import GraphLost
+from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.messages import GradientsRequest
 
@@ -83,7 +84,9 @@ class Gradients:
             one = self.sums.setdefault(p, Sum(p, slot))
             if one.stand is None or one.stand.zeroed:
                 anew.append(one)
-        self.fetch(anew)  # the program may still have what stood for the last ones
+        # The program, or an exception's traceback, may still have what stood for the last ones.
+        with contextlib.suppress(GraphLost, StateChanged):
+            self.fetch(anew)
         for one in anew:
             one.chunks, one.scale, one.missed = set(), None, False
         used = set[int]().union(*[one.chunks for one in self.sums.values()])
