@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import raydp_parallel
+from raydp_parallel.driver.dispatcher import Dispatcher
 
 ROOT = Path(__file__).parents[2]
 
@@ -224,6 +226,48 @@ def kill(executor: raydp_parallel.Executor, *numbers: int) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert all(map(ended, pids))
+
+
+MOMENTS = "before", "sent", "answered", "received"
+"""When a replica may end: before a message to it is sent, when it was, when its answer is there, or
+when that was read.
+"""
+
+
+@contextlib.contextmanager
+def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[None]:
+    """Let the replica end that gets the message of this number inside of the block."""
+    send, receive = Dispatcher.send, Dispatcher.receive
+    numbers, due = itertools.count(), []
+
+    def end(slot: Any) -> None:
+        os.kill(slot.client.hello.pid, signal.SIGKILL)
+        assert ended(slot.client.hello.pid)
+
+    def dying_send(self: Any, slot: Any, *rest: Any) -> Any:
+        mortal = next(numbers) == at and slot.ready and len(self._set.ready()) > 1
+        if mortal and moment == "before":
+            end(slot)
+        pending = send(self, slot, *rest)
+        if mortal and moment == "sent" and pending.sent:
+            end(slot)
+        due.extend([pending] * mortal)
+        return pending
+
+    def dying_receive(self: Any, pending: Any) -> Any:
+        mortal, slot = pending in due and pending.lives, pending.slot
+        if mortal and moment == "answered" and slot.client.ready(60):
+            end(slot)
+        answer = receive(self, pending)
+        if mortal and moment == "received" and answer is not None:
+            end(slot)
+        return answer
+
+    executor.grow()  # so that another one has what goes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dispatcher, "send", dying_send)
+        patch.setattr(Dispatcher, "receive", dying_receive)
+        yield
 
 
 @contextlib.contextmanager

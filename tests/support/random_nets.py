@@ -106,6 +106,55 @@ class Running(nn.Module):
         return x - self.mean.clone()
 
 
+class Growing(nn.Module):
+    """A buffer that has more rows, or fewer, after each forward."""
+
+    rows: Tensor
+
+    def __init__(self, resized: bool) -> None:
+        super().__init__()
+        self.resized = resized
+        self.register_buffer("rows", torch.zeros(0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = x.detach().mean(0, keepdim=True)
+        if self.training and len(self.rows) > 2:
+            self.rows.data = self.rows.data[2:]
+        elif self.training and self.resized:
+            self.rows.resize_(len(self.rows) + 1, WIDTH)[-1] = new[0]
+        elif self.training:
+            self.rows.data = torch.cat([self.rows, new])
+        return x - self.rows.sum(0)
+
+
+class Sometimes(nn.Module):
+    """Uses one layer, another one, or none, as the first row says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = [
+            layer for layer, number in zip((self.one, self.two), x[0], strict=False) if number > 0
+        ]
+        return used[0](x) if used else x
+
+
+class Words(nn.Module):
+    """A table with sparse gradients; as the first row says, with dense ones, or with none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.table = how, nn.Embedding(WIDTH + 1, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.detach() > 0).sum(1)
+        if self.how == "sparse" or x[0, 0] > 0:
+            return x + self.table(ids)
+        return x + self.table.weight[ids] if self.how == "dense" else x
+
+
 def scale_output(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     """A forward hook."""
     return output * 1.25
@@ -131,6 +180,9 @@ def block(draw: random.Random, depth: int) -> nn.Module:
         "twice": lambda: Twice(draw.random() < 0.5),
         "clipped": Clipped,
         "running": lambda: Running(draw.random() < 0.5),
+        "growing": lambda: Growing(draw.random() < 0.5),
+        "sometimes": Sometimes,
+        "words": lambda: Words(draw.choice(("sparse", "dense", "none"))),
         "weight norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     }
     deep: dict[str, Callable[[], nn.Module]] = {

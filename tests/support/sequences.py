@@ -1,25 +1,36 @@
 """Random sequences of what programs do with one wrapper, beside the plain module that does the
 same.
 
-A sequence is a seed, which chooses the net and the optimizer, and a list of steps. Each step has a
+A sequence is a seed, which chooses the net and the optimizers, and a list of steps. Each step has a
 seed of its own, so that any other step can be left out.
+
+``python -m sequences --count 10000``, with this folder and the checkout on the path, plays as many
+on forked replicas, and says how many actions that were, and how to play one alone.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import copy
+import faulthandler
 import gc
 import io
 import random
+import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import forked
 import torch
-from harness import kill
+from harness import MOMENTS, dying
 from random_nets import (
     WIDTH,
     Checkpointed,
     Twice,
+    Words,
     block,
     made,
     scale_output,
@@ -29,9 +40,12 @@ from random_nets import (
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from raydp_parallel import DataParallel, Executor, Options
+
 KINDS = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad
 
 Parts = Iterator[tuple[str, Tensor]]
+Action = Callable[[Any, random.Random], Parts | None]
 
 
 class Step(NamedTuple):
@@ -59,27 +73,50 @@ class Lower(nn.Linear):
         return super().forward(x)
 
 
+class Box:
+    """An output that joins its chunks itself, and keeps their tensors as they are."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts = parts
+
+    @classmethod
+    def __gather__(cls, boxes: list[Box], _device: Any, _dim: int) -> Box:
+        return cls([part for box in boxes for part in box.parts])
+
+
 class Net(nn.Module):
-    """A random net; ``fail`` lets chunks with a negative first number fail."""
+    """A random net; chunks with a negative first number fail where they are told to."""
 
     def __init__(self, draw: random.Random, width: int) -> None:
         super().__init__()
         first = Lower(width, width), nn.Tanh(), nn.Linear(width, WIDTH)
         self.body = nn.Sequential(*first, *[block(draw, 2) for _ in range(3)])
         self.head = nn.Linear(WIDTH, 2)
+        self.gain = nn.Parameter(torch.ones(()))
         self.scale = 1.0
 
-    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+    def forward(self, x: Tensor, fail: str = "", gain: Tensor | None = None) -> Tensor:
         hidden = self.body(x)
         if fail and x[0, 0] < 0:
-            raise LookupError("as told")
-        return self.head(hidden) * self.scale
+            if fail == "forward":
+                raise LookupError("as told")
+            hidden.register_hook(raising)
+        out = self.head(hidden) * self.scale * self.gain
+        return out if gain is None else out * gain
 
     def negative(self, x: Tensor) -> Tensor:
         return -self(x)
 
+    def boxed(self, x: Tensor) -> Any:
+        out = self(x)
+        return {"out": out, "pair": (out, out), "box": Box([out * 2, out.detach()])}
+
     def has(self, kind: type[nn.Module]) -> bool:
         return any(isinstance(part, kind) for part in self.modules())
+
+
+def raising(_grad: Tensor) -> None:
+    raise LookupError("as told, in backward")
 
 
 def squared(net: nn.Module, x: Tensor) -> Tensor:
@@ -93,19 +130,22 @@ class Plain(nn.Module):
     the first one's writes stay.
     """
 
-    def __init__(self, module: nn.Module, devices: int) -> None:
-        super().__init__()
-        self.module, self.devices = module, devices
+    calls: ClassVar[list[Any]] = []  # of each the chunks' graphs, with their leaves, and parameters
 
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+    def __init__(self, module: nn.Module, devices: int, unused: str) -> None:
+        super().__init__()
+        self.module, self.devices, self.unused = module, devices, unused
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
         return self.run(lambda module, x: module(x, **kwargs), x)
 
-    def call(self, name: str, x: Tensor) -> Tensor:
+    def call(self, name: str, x: Tensor) -> Any:
         return self.run(lambda module, x: getattr(module, name)(x), x)
 
-    def run(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    def run(self, function: Callable[..., Any], x: Tensor) -> Any:
         buffers, outs = [*self.module.buffers()], []
         before = after = [b.clone() for b in buffers]
+        params = [w for w in self.module.parameters() if w.requires_grad]
         try:
             for number, chunk in enumerate(x.chunk(self.devices)):
                 try:
@@ -116,7 +156,29 @@ class Plain(nn.Module):
                     _write(buffers, before)
         finally:
             _write(buffers, after)
-        return torch.cat(outs)
+        parts = [out if isinstance(out, Tensor) else out["out"] for out in outs]
+        if self.unused == "zeros" and torch.is_grad_enabled():
+            self.calls.append(([(part.grad_fn, leaves(part.grad_fn)) for part in parts], params))
+        out = torch.cat(parts)
+        if parts[0] is outs[0]:
+            return out
+        return {"pair": (out, out), "box": Box.__gather__([o["box"] for o in outs], None, 0)}
+
+    @classmethod
+    def fill(cls, loss: Tensor) -> None:
+        """After a backward, let what no chunk of a call has used have zeros, and what some have not
+        used be dense.
+        """
+        nodes = reachable(loss.grad_fn)
+        for chunks, params in cls.calls:
+            used = [found for root, found in chunks if root in nodes]
+            if not any(w in found for w in params for found in used):
+                continue
+            for w in [w for w in params if w.requires_grad]:
+                if w.grad is None and not any(w in found for found in used):
+                    w.grad = torch.zeros_like(w)
+                elif w.grad is not None and not all(w in found for found in used):
+                    w.grad = w.grad.to_dense() if w.grad.is_sparse else w.grad
 
     def map(self, batches: list[Tensor], split: bool) -> Iterator[Tensor]:
         with torch.no_grad():
@@ -130,16 +192,41 @@ class Plain(nn.Module):
     def with_loss(self, criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda x, y: criterion(self(x), y)
 
-    def optimizer(self, kind: Any, **keywords: Any) -> Any:
-        return kind(self.parameters(), **keywords)
-
 
 def _write(buffers: list[Tensor], values: list[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # no graph of batch norm's is asked for its version
+        if buffer.shape == value.shape:
+            buffer.data.copy_(value)  # no graph of batch norm's is asked for its version
+        else:
+            buffer.data = value.clone()
 
 
-Wrap = Callable[[nn.Module, int], Any]
+def reachable(node: Any) -> set[Any]:
+    """The nodes of a graph."""
+    found, row = {None}, [node]
+    while row:
+        if (one := row.pop()) not in found:
+            found.add(one)
+            row += [other for other, _ in one.next_functions]
+    return found - {None}
+
+
+def leaves(node: Any) -> set[Tensor]:
+    """The tensors that get gradients from a graph."""
+    return {one.variable for one in reachable(node) if hasattr(one, "variable")}
+
+
+Wrap = Callable[[nn.Module, int, str], Any]
+
+
+def wrapping(executor: Executor) -> Wrap:
+    """Make wrappers of an executor."""
+
+    def wrap(net: nn.Module, devices: int, unused: Any) -> Any:
+        options = Options(unused_grads=unused)
+        return DataParallel(net, ["cpu"] * devices, executor=executor, options=options)
+
+    return wrap
 
 
 class Program:
@@ -147,32 +234,55 @@ class Program:
 
     def __init__(self, seed: int, inside: bool, wrap: Wrap) -> None:
         draw = random.Random(seed)
-        self.inside, self.wrap = inside, wrap
+        self.inside, self.wrap, self.rough = inside, wrap, seed % 2 == 0
         self.devices = draw.choice((1, 2, 2, 2, 2))
         self.width = draw.choice((3, 3, 96))  # those of 96 x 96 numbers lie in windows
+        self.unused = draw.choice(("zeros", "none"))
         net: Net = made(draw, lambda: Net(draw, self.width))
-        self.model: Any = wrap(net.double(), self.devices)
-        self.exact = not net.has(Twice)
+        self.model: Any = self.wrapper(net.double())
+        self.exact = not net.has(Twice) and not net.has(Words)
         self.kind, self.fused = draw.choice(KINDS), draw.random() < 0.7
+        self.sparse = net.has(Words)
+        if self.sparse:  # the others take no sparse gradients
+            self.kind = torch.optim.SGD
+        self.fused = self.fused and self.kind is not torch.optim.SGD  # fails if some have no grad
         self.keywords = {"lr": 0.01, **({"fused": True} if self.fused else {})}
-        self.keywords |= {"momentum": 0.9} if self.kind is torch.optim.SGD else {"eps": 1e-5}
+        more = {"momentum": 0.0 if self.sparse else 0.9}
+        self.keywords |= more if self.kind is torch.optim.SGD else {"eps": 1e-5}
+        self.parts = draw.choice((1, 1, 2))  # how many optimizers share the parameters
+        self.both = draw.random() < 0.5  # only the first of them is in the replicas
         self.new_optimizer()
         self.saved: Any = None
         self.outs: list[Tensor] = []
+        self.boxes: list[Box] = []
         self.losses: list[Tensor] = []
         self.views: list[Tensor] = []
         self.handles: list[Any] = []
+        Plain.calls.clear()
 
     @property
     def net(self) -> Any:
         return self.model.module
 
-    def new_optimizer(self) -> None:
-        how = self.model.optimizer if self.inside else self._ordinary
-        self.optimizer = how(self.kind, **self.keywords)
+    def wrapper(self, net: nn.Module) -> Any:
+        return self.wrap(net, self.devices, self.unused)
 
-    def _ordinary(self, kind: Any, **keywords: Any) -> Any:
-        return kind(self.model.parameters(), **keywords)
+    def new_optimizer(self) -> None:
+        params = [*self.model.parameters()]
+        self.optimizers = []
+        for number in range(self.parts):
+            inside = self.inside and hasattr(self.model, "executor") and not (number and self.both)
+            make = (
+                self.model.optimizer if inside else lambda kind, *rest, **more: kind(*rest, **more)
+            )
+            self.optimizers.append(make(self.kind, params[number :: self.parts], **self.keywords))
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+    def optimizer(self, draw: random.Random) -> Any:
+        return draw.choice(self.optimizers)
 
     def batch(self, draw: random.Random) -> Tensor:
         rows = draw.choice((1, 4, 5, 7, 8))
@@ -182,7 +292,26 @@ class Program:
         """Replicas add each chunk's gradients of several backwards before those of all chunks."""
         if self.inside and any(p.grad is not None for p in self.net.parameters()):
             self.exact = False
-        loss.backward(**how)
+        if not isinstance(self.model, Plain):
+            return loss.backward(**how)
+        params = [*self.net.parameters()]
+        before = [None if w.grad is None else w.grad.clone() for w in params]
+        try:
+            loss.backward(**how)
+        except Exception:  # what was added until then does not count, as upstream
+            for w, grad in zip(params, before, strict=True):
+                if grad is None or grad.is_sparse:
+                    w.grad = grad
+                elif w.grad is not None:
+                    w.grad.data.copy_(grad)
+            raise
+        return self.model.fill(loss)
+
+    def slopes(self, loss: Tensor, wanted: list[Tensor]) -> Any:
+        """`autograd.grad`, where zeros may stand for what was not used."""
+        zeros = isinstance(self.model, Plain) and self.unused == "zeros"
+        found = torch.autograd.grad(loss, wanted, allow_unused=zeros)
+        return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
 
     def parameter(self, draw: random.Random) -> Any:
         return draw.choice([*self.net.parameters()])
@@ -224,7 +353,7 @@ def train(p: Program, draw: random.Random) -> Parts:
         out = p.model(p.batch(draw))
         yield "output", out
         p.backward(loss_of(out))
-    p.optimizer.step()
+    p.step()
 
 
 def accumulate(p: Program, draw: random.Random) -> Parts:
@@ -234,7 +363,7 @@ def accumulate(p: Program, draw: random.Random) -> Parts:
     elif how == 1:
         out = p.model.run(squared, x)
     else:
-        out = (p.model if how == 2 else p.wrap(p.net, p.devices))(x)
+        out = (p.model if how == 2 else p.wrapper(p.net))(x)
     yield "output", out
     p.backward(loss_of(out))
     if x.grad is not None:
@@ -242,19 +371,19 @@ def accumulate(p: Program, draw: random.Random) -> Parts:
 
 
 def step(p: Program, draw: random.Random) -> None:
-    p.optimizer.step()
+    p.optimizer(draw).step()
 
 
 def closure(p: Program, draw: random.Random) -> Parts:
     x = p.batch(draw)
 
     def again() -> Tensor:
-        p.optimizer.zero_grad()
+        p.net.zero_grad()
         loss = loss_of(p.model(x))
         p.backward(loss)
         return loss
 
-    yield "loss", p.optimizer.step(again)
+    yield "loss", p.optimizer(draw).step(again)
 
 
 def evaluate(p: Program, draw: random.Random) -> Parts:
@@ -275,7 +404,7 @@ def with_loss(p: Program, draw: random.Random) -> Parts:
     x = p.batch(draw)
     p.backward(loss := p.model.with_loss(nn.MSELoss())(x, x[:, :2]))
     yield "loss", loss
-    p.optimizer.step()
+    p.step()
 
 
 def twice(p: Program, draw: random.Random) -> None:
@@ -309,8 +438,34 @@ def regularize(p: Program, draw: random.Random) -> None:
 
 def slopes(p: Program, draw: random.Random) -> Parts:
     wanted = [w for w in p.net.parameters() if w.requires_grad]
-    for slope in torch.autograd.grad(loss_of(p.model(p.batch(draw))), wanted):
+    for slope in p.slopes(loss_of(p.model(p.batch(draw))), wanted):
         yield "slope", slope
+
+
+def argument(p: Program, draw: random.Random) -> None:
+    """A weight is an argument, or in a closure, too."""
+    x, w = p.batch(draw), p.parameter(draw)
+    p.exact = False  # its two gradients are added in another order
+    if draw.random() < 0.5:
+        out = p.model(x, gain=p.net.gain)
+    else:
+        out = p.model.run(lambda net, x: net(x) + w.square().sum(), x)
+    p.backward(loss_of(out))
+
+
+def boxed(p: Program, draw: random.Random) -> Parts:
+    with torch.set_grad_enabled(draw.random() < 0.5):
+        found = p.model.call("boxed", p.batch(draw))
+    p.boxes = [*p.boxes[-2:], found["box"]]
+    yield "output", found["pair"][1]
+    if found["pair"][0].requires_grad:
+        p.backward(loss_of(draw.choice((found["pair"][0], found["box"].parts[0]))))
+
+
+def use_boxes(p: Program, draw: random.Random) -> Parts:
+    for box in p.boxes:
+        for part in box.parts:
+            yield "kept part", part
 
 
 def autocast(p: Program, draw: random.Random) -> Parts:
@@ -322,8 +477,12 @@ def autocast(p: Program, draw: random.Random) -> Parts:
 
 
 def failing(p: Program, draw: random.Random) -> Parts:
+    how = draw.choice(("forward", "backward"))
     try:
-        yield "output", p.model(p.batch(draw), fail=True)
+        out = p.model(p.batch(draw), fail=how)
+        yield "output", out
+        if how == "backward":
+            p.backward(loss_of(out))
     except LookupError:
         yield "failed", torch.ones(())
 
@@ -344,6 +503,26 @@ def edit_data(p: Program, draw: random.Random) -> None:
         array *= 0.9
 
 
+def swap(p: Program, draw: random.Random) -> None:
+    drop(p, draw)  # torch refuses what graphs look at
+    weight = p.parameter(draw)
+    other = nn.Parameter(weight.detach() * 0.9, weight.requires_grad)
+    torch.utils.swap_tensors(weight, other)
+
+
+SETTINGS: tuple[tuple[Callable[[Any], object], Any, Any], ...] = (
+    (torch.use_deterministic_algorithms, False, True),
+    (torch.set_default_dtype, torch.float32, torch.float64),
+    (torch.set_float32_matmul_precision, "highest", "high"),
+    (lambda on: torch.autograd.set_detect_anomaly(on, check_nan=False), False, True),
+)
+
+
+def setting(p: Program, draw: random.Random) -> None:
+    change, *values = draw.choice(SETTINGS)
+    change(draw.choice(values))
+
+
 def freeze(p: Program, draw: random.Random) -> None:
     one = draw.choice((p.net, p.parameter(draw), p.parameter(draw), p.parameter(draw)))
     one.requires_grad_(draw.random() < 0.5)
@@ -352,6 +531,8 @@ def freeze(p: Program, draw: random.Random) -> None:
 def replace(p: Program, draw: random.Random) -> None:
     at = draw.choice((0, 3, 4, 5))
     layer = made(draw, lambda: block(draw, 1) if at else nn.Linear(p.width, p.width)).double()
+    if any(isinstance(part, Words) for part in layer.modules()):
+        layer = nn.Identity()  # the optimizers take no sparse gradients
     p.exact = p.exact and not p.net.has(Twice)
     p.net.body[at] = layer
     p.exact = p.exact and not p.net.has(Twice)
@@ -359,7 +540,7 @@ def replace(p: Program, draw: random.Random) -> None:
     if how == 0:
         p.new_optimizer()
     elif how == 1 and [*layer.parameters()]:
-        p.optimizer.add_param_group({"params": layer.parameters()})
+        p.optimizer(draw).add_param_group({"params": layer.parameters()})
 
 
 def take_out(p: Program, draw: random.Random) -> Parts:
@@ -401,16 +582,17 @@ def _halve(weight: Tensor) -> None:
 
 def save(p: Program, draw: random.Random) -> None:
     p.saved = io.BytesIO()
-    torch.save((p.model.state_dict(), p.optimizer.state_dict()), p.saved)
+    torch.save((p.model.state_dict(), [one.state_dict() for one in p.optimizers]), p.saved)
 
 
 def load(p: Program, draw: random.Random) -> None:
     if p.saved is not None:
         p.saved.seek(0)
-        weights, state = torch.load(p.saved)
+        weights, states = torch.load(p.saved)
         p.model.load_state_dict(weights)
         if draw.random() < 0.5:
-            p.optimizer.load_state_dict(state)
+            for one, state in zip(p.optimizers, states, strict=True):
+                one.load_state_dict(state)
 
 
 def deepcopy(p: Program, draw: random.Random) -> Parts:
@@ -434,57 +616,65 @@ def kept(p: Program, draw: random.Random) -> Parts:
 
 
 def drop(p: Program, draw: random.Random) -> None:
-    p.outs.clear(), p.losses.clear(), p.views.clear()
+    for kept in (p.outs, p.losses, p.views, p.boxes, Plain.calls):
+        kept.clear()
     gc.collect()
 
 
 def zero(p: Program, draw: random.Random) -> None:
-    draw.choice((p.model, p.net, p.optimizer)).zero_grad(set_to_none=draw.random() < 0.6)
+    for one in draw.choice(([p.model], [p.net], p.optimizers)):
+        one.zero_grad(set_to_none=draw.random() < 0.6)
 
 
 def clip(p: Program, draw: random.Random) -> Parts:
     params, how = [w for w in p.net.parameters() if w.grad is not None], draw.randrange(3)
+    one = p.optimizer(draw)
+    if p.sparse:  # which torch does not clip
+        return
     if how == 0 and params:
         torch.nn.utils.clip_grad_value_(params, 0.01)
-    elif how == 1 and hasattr(p.optimizer, "clip_grad_norm_"):
-        yield "norm", p.optimizer.clip_grad_norm_(0.1)
+    elif how == 1 and hasattr(one, "clip_grad_norm_"):
+        yield "norm", one.clip_grad_norm_(0.1)
     else:
-        own = [w for group in p.optimizer.param_groups for w in group["params"]]
+        own = [w for group in one.param_groups for w in group["params"]]
         yield "norm", torch.nn.utils.clip_grad_norm_(own, 0.1)
 
 
 def norm(p: Program, draw: random.Random) -> Parts:
-    if hasattr(p.optimizer, "grad_norm"):
-        yield "norm", p.optimizer.grad_norm()
-    else:
-        own = [w for group in p.optimizer.param_groups for w in group["params"]]
+    one = p.optimizer(draw)
+    if hasattr(one, "grad_norm") and not p.sparse:
+        yield "norm", one.grad_norm()
+    elif not p.sparse:
+        own = [w for group in one.param_groups for w in group["params"]]
         grads = [w.grad for w in own if w.grad is not None]
         yield "norm", torch.nn.utils.get_total_norm(grads)
 
 
 def death(p: Program, draw: random.Random) -> Parts:
-    """Train, while a replica ends on the way, if it may. Whatever else only it had is dropped."""
+    """Do this and that, while a replica ends on the way, if it may. What only it had is dropped."""
     drop(p, draw)
     p.net.zero_grad()
-    moment, victim = draw.randrange(3), draw.randrange(2)
-    executor = getattr(p.model, "executor", None)
+    alone = [name for name in _ALONE if p.rough or name not in _ROUGH]
+    names, moment = draw.choices(alone, k=4), draw.choice(MOMENTS)
+    executor, at = getattr(p.model, "executor", None), draw.randrange(24)
     mortal = executor is not None and executor.options.name == "killable"
-    if mortal:
-        executor.grow()  # so that another one has what goes
+    mortal = mortal and not (p.inside and p.devices == 1)  # whose replica has the steps alone
+    with dying(executor, at, moment) if mortal else contextlib.nullcontext():
+        for name in names:
+            for what, value in shown(p, ACTIONS[name], draw):
+                yield f"{name}, {what}", value
+            if name in _STEPS:  # what was kept before may be lost with the replica
+                p.net.zero_grad()
+    p.net.zero_grad()
 
-    def end(now: int) -> None:
-        if mortal and now == moment:
-            kill(executor, victim if p.devices > 1 else 1)  # one device has its steps alone
 
-    for turn in range(2):
-        out = p.model(p.batch(draw).repeat(2, 1))  # a chunk for each replica
-        yield "output", out
-        end(turn)
-        p.backward(loss_of(out))
-    yield from clip(p, draw)
-    end(2)
-    p.optimizer.step()
-    p.net.zero_grad()  # those of one that went in the step went with it
+def shown(p: Program, action: Action, draw: random.Random) -> Parts:
+    """Take an action; an error is a part of what it shows."""
+    try:
+        yield from action(p, draw) or ()
+    except Exception as error:
+        yield type(error).__name__, torch.zeros(())
+        p.losses.clear()
 
 
 def edit_grad(p: Program, draw: random.Random) -> None:
@@ -503,7 +693,7 @@ def edit_grad(p: Program, draw: random.Random) -> None:
 
 def view(p: Program, draw: random.Random) -> None:
     grad, how = p.parameter(draw).grad, draw.randrange(3)
-    if grad is not None:
+    if grad is not None and not p.sparse:
         p.views.append(grad if how == 0 else grad.view(-1) if how == 1 else grad.detach())
 
 
@@ -515,38 +705,51 @@ def use_views(p: Program, draw: random.Random) -> Parts:
 
 
 def rate(p: Program, draw: random.Random) -> None:
-    p.optimizer.param_groups[0]["lr"] = draw.choice((0.003, 0.01, 0.03))
+    p.optimizer(draw).param_groups[0]["lr"] = draw.choice((0.003, 0.01, 0.03))
 
 
 def edit_state(p: Program, draw: random.Random) -> Parts:
     weight = p.parameter(draw)
-    for name, value in sorted(p.optimizer.state.get(weight, {}).items()):
+    for name, value in sorted(p.optimizer(draw).state.get(weight, {}).items()):
         if isinstance(value, Tensor):
             yield name, value
             if value.shape == weight.shape:
                 value.mul_(0.5)
 
 
-ACTIONS: dict[str, Callable[[Program, random.Random], Parts | None]] = {
+ACTIONS: dict[str, Action] = {
     one.__name__: one
     for one in (
         *(train, accumulate, step, closure, evaluate, map_batches, with_loss),
-        *(twice, two, penalty, regularize, slopes, autocast, failing),
+        *(twice, two, penalty, regularize, slopes, argument, boxed, use_boxes, autocast, failing),
         *(edit, edit_data, freeze, replace, take_out, attribute, mode, hook, save, load, deepcopy),
         *(keep, kept, drop, zero, clip, norm, edit_grad, view, use_views, rate, edit_state, death),
+        *(swap, setting),
     )
 }
 
 _HARMLESS = {
     *("keep", "kept", "evaluate", "map_batches", "accumulate", "failing", "edit", "freeze"),
-    *("replace", "take_out", "attribute", "hook", "zero", "clip", "edit_grad"),
+    *("replace", "take_out", "attribute", "hook", "zero", "clip", "edit_grad", "use_boxes"),
 }
 
+_ROUGH = {"with_loss", "penalty", "regularize", "argument"}
+"""After these gradients are added in another order than the plain module's."""
 
-def sequence(seed: int, length: int) -> list[Step]:
-    """Draw a sequence."""
-    draw = random.Random(-1 - seed)
-    names = [*ACTIONS, *["train", "accumulate"] * 3]
+_STEPS = ("train", "closure", "with_loss")
+_ALONE = (
+    *(*_STEPS, "accumulate", "clip", "norm", "train", "accumulate", "evaluate", "map_batches"),
+    *("twice", "two", "penalty", "boxed", "failing", "argument", "slopes"),
+)
+"""What needs nothing that a replica has alone."""
+
+
+def sequence(seed: int, run: str, length: int = 30) -> list[Step]:
+    """Draw a sequence. All that half of them show is the same to the bit."""
+    draw = random.Random(f"{run} {seed}")
+    names = [*ACTIONS, *["train", "accumulate"] * 3, *["death"] * 6 * ("deaths" in run)]
+    if seed % 2:
+        names = [name for name in names if name not in _ROUGH]
     row: list[Step] = []
     for _ in range(length):
         goes_on = row and row[-1].action in _HARMLESS and draw.random() < 0.5
@@ -559,21 +762,24 @@ def play(seed: int, inside: bool, steps: list[Step], wrap: Wrap) -> list[Seen]:
     """Run a sequence; returns what it shows."""
     p = Program(seed, inside, wrap)
     seen: list[Seen] = []
-    for number, one in enumerate(steps):
-        draw, label = random.Random(one.seed), f"{number}, {one.action}"
-        try:
-            for what, value in ACTIONS[one.action](p, draw) or ():
-                seen.append(Seen(f"{label}: {what}", value.detach().clone(), p.exact))
-        except Exception as error:
-            seen.append(Seen(f"{label}: {type(error).__name__}", torch.zeros(()), True))
-            p.losses.clear()
-            for weight in p.net.parameters():  # a backward that fails has done a part upstream
-                weight.grad = None
-        if one.action not in p.harmless():
-            p.losses.clear()
-        if one.look:
-            for what, value in p.look(draw):
-                seen.append(Seen(f"{label}: {what}", value.detach().clone(), p.exact))
+
+    def see(what: str, value: Tensor) -> None:
+        value = value.detach()
+        seen.append(Seen(what, value.to_dense() if value.is_sparse else value.clone(), p.exact))
+
+    try:
+        for number, one in enumerate(steps):
+            draw, label = random.Random(one.seed), f"{number}, {one.action}"
+            for action in (ACTIONS[one.action], Program.look)[: 1 + one.look]:
+                for what, value in shown(p, action, draw):
+                    see(f"{label}: {what}", value)
+                if one.action not in p.harmless():
+                    p.losses.clear()
+                if not p.losses:
+                    Plain.calls.clear()
+    finally:
+        for change, usual, _ in SETTINGS:
+            change(usual)
     return seen
 
 
@@ -598,3 +804,81 @@ def shrunk(steps: list[Step], differs: Callable[[list[Step]], bool]) -> list[Ste
         if differs(fewer):
             steps = fewer
     return steps
+
+
+# --- many of them ---
+
+RUNS = {"driver": (False, "two"), "replicas": (True, "two")}
+RUNS |= {"driver, deaths": (False, "killable"), "replicas, deaths": (True, "killable")}
+"""Where the optimizers are, and which executor the program has."""
+
+
+def check(seed: int, run: str, steps: list[Step], executors: dict[str, Executor]) -> str | None:
+    """Play a sequence with a wrapper and with the plain module, and say where they differ first.
+    Deaths change no bit.
+    """
+    inside, name = RUNS[run]
+    ours = play(seed, inside, steps, wrapping(executors[name]))
+    told = difference(ours, play(seed, inside, steps, Plain))
+    if told is None and name == "killable":
+        calm = play(seed, inside, steps, wrapping(executors["two"]))
+        told = difference(ours, [one._replace(exact=True) for one in calm])
+        told = told and f"without deaths: {told}"
+    return told
+
+
+def report(seed: int, run: str, steps: list[Step], executors: dict[str, Executor]) -> str | None:
+    """Check a sequence, and tell which of its steps a difference needs."""
+    told = check(seed, run, steps, executors)
+    if told is None:
+        return None
+    steps = shrunk(steps, lambda fewer: check(seed, run, fewer, executors) is not None)
+    told = check(seed, run, steps, executors) or f"not again: {told}"
+    alone = f"python -m sequences --run {run!r} --first {seed} --count 1"
+    return "\n".join([f"{alone}: {told}", *map(str, steps)])
+
+
+def main() -> None:
+    """Play many sequences on forked replicas."""
+    parser = argparse.ArgumentParser(prog="python -m sequences", description=main.__doc__)
+    parser.add_argument("--count", type=int, default=100, help="how many, of all runs in turn")
+    parser.add_argument("--length", type=int, default=30, help="how many actions each has")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--run", choices=[*RUNS], help="of this one alone")
+    how = parser.parse_args()
+    warnings.simplefilter("ignore")
+    forked.start()
+    forked.use(True)
+    torch.set_num_threads(1)
+    Options.__init__.__kwdefaults__.update(threads=1)
+    executors = {
+        name: Executor(["cpu"] * 2, options=Options(name=name)) for name in ("two", "killable")
+    }
+    runs = [how.run] if how.run else [*RUNS]
+    tried: Counter[str] = Counter()
+    begun, wrong = time.monotonic(), 0
+    gc.freeze()
+    for number in range(how.count):
+        seed, run = how.first + number // len(runs), runs[number % len(runs)]
+        steps = sequence(seed, run, how.length)
+        tried.update(one.action for one in steps)
+        faulthandler.dump_traceback_later(300, exit=True)
+        told = report(seed, run, steps, executors)
+        if told is not None:
+            wrong += 1
+            print(told, flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    for one in executors.values():
+        one.close()
+    print(
+        f"{how.count} sequences, {tried.total()} actions in {time.monotonic() - begun:.0f} s, "
+        f"{wrong} wrong"
+    )
+    print(", ".join(f"{count} {name}" for name, count in tried.most_common()))
+    raise SystemExit(wrong > 0)
+
+
+if __name__ == "__main__":
+    import sequences
+
+    sequences.main()  # so that replicas import its classes
