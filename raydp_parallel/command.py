@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,20 +15,24 @@ from raydp_parallel.errors import ClusterError
 from raydp_parallel.monitoring import report, status
 
 _DASHBOARD = Path(__file__).parent / "monitoring" / "grafana_dashboard.json"
+_CLEAR = "\033[H\033[2J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    options = _parser().parse_args(arguments)
     try:
-        if given[:1] == ["check"]:  # it has options of its own, and imports torch
-            from raydp_parallel import check
+        if options.command == "check":
+            from raydp_parallel import check  # imports torch, which takes two seconds
 
-            return check.main(given[1:])
-        options = _parser().parse_args(given)
-        sys.stdout.write(_text(options))
-        return 0
-    except ClusterError as error:
+            return check.main(options.devices)
+        while True:
+            sys.stdout.write(_text(options))
+            sys.stdout.flush()
+            if not options.watch:
+                return 0
+            time.sleep(1)
+    except (ClusterError, ValueError) as error:
         sys.stderr.write(f"raydp-parallel: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -36,16 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raydp-parallel", description=__doc__)
+    parser.set_defaults(watch=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     shows = commands.add_parser("status", help="show the work of each running executor")
+    shows.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
     reports = commands.add_parser("report", help="write the same as one HTML page")
     reports.add_argument("file", metavar="FILE", type=Path, help="where to write it")
+    text = "of the cluster; by default RAY_ADDRESS, else all on this machine"
     for command in (shows, reports):
-        command.add_argument(
-            "--address", help="of the cluster; by default RAY_ADDRESS, else all on this machine"
-        )
+        command.add_argument("--address", help=text)
     commands.add_parser("grafana", help="print a dashboard for Grafana, as JSON")
-    commands.add_parser("check", help="compare the devices with the plain module, and time them")
+    text = "compare the devices with the plain module, and time them"
+    checks = commands.add_parser("check", help=text)
+    text = "such as 0,1 or cpu,cpu; by default all GPUs of the cluster, else two CPU replicas"
+    checks.add_argument("--devices", default="all", help=text)
     return parser
 
 
@@ -56,6 +65,6 @@ def _text(options: argparse.Namespace) -> str:
 
     entries = [*map(json.loads, ray_api.entries(options.address))]
     if options.command == "status":
-        return f"{status.render(entries)}\n"
+        return f"{_CLEAR * options.watch}{status.render(entries)}\n"
     options.file.write_text(report.page(entries), encoding="utf-8")
     return f"{options.file}\n"
