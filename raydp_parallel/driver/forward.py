@@ -22,6 +22,7 @@ from raydp_parallel.driver import groups
 from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach
 from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
+from raydp_parallel.driver.gradients import Numbers
 from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
@@ -326,38 +327,37 @@ class Forward:
         leaves: list[Leaf] = []
         # A parameter that is an input, too, is two leaves: replicas may keep one's gradient.
         known: dict[tuple[int, bool], int] = {}
+
+        def number(leaf: Leaf, there: object) -> int | None:
+            """Number a leaf among those of the call, if it is reached."""
+            if not there:
+                return None
+            at = known.setdefault((id(leaf.tensor), leaf.kind == "input"), len(leaves))
+            if at == len(leaves):
+                leaves.append(leaf)
+            return at
+
         marks = {master: master.mark() for master in {call.chunk.master for call in self.calls}}
-        # Where chunks reach the same leaves.
-        alike: dict[tuple[Master, bool], list[int | None]] = {}
+        alike: dict[tuple[Master, bool, bytes], Numbers] = {}  # where chunks reach the same leaves
         parts: dict[int, Part] = {}
-        optional = self.settings.unused == "none"
         for call, answer, row in zip(self.calls, answers, rows, strict=True):
             if call.makes is None or not any(t.requires_grad for t in row):
                 continue
-            reached = iter(answer.reached)
-            master, detach = call.chunk.master, call.given.detach
-            own, told = alike.get((master, detach)), False
-            found: list[tuple[Leaf, bool]] = []
-            for leaf in master.leaves if own is None else ():
-                asks = optional or leaf.kind == "attribute"
-                told = told or asks
-                there = next(reached) if asks else True
-                found.append((leaf, there and not detach))
-            count = len(found)
-            found += [(Leaf(t, "input"), next(reached)) for t in call.inputs]
-            numbers: list[int | None] = []
-            for leaf, there in found:
-                key = id(leaf.tensor), leaf.kind == "input"
-                number = known.setdefault(key, len(leaves)) if there else None
-                if number == len(leaves):
-                    leaves.append(leaf)
-                numbers.append(number)
-            inputs = numbers[count:]
-            if own is None:
-                own = numbers[:count]
-                if not told:
-                    alike[master, detach] = own
-            parts[call.chunk.number] = Part(call.makes, call.chunk, marks[master], own, inputs)
+            master, detach, count = (
+                call.chunk.master,
+                call.given.detach,
+                len(call.chunk.master.leaves),
+            )
+            reached, others = answer.reached[:count], answer.reached[count:]
+            key = master, detach, reached
+            if key not in alike:
+                found = zip(master.leaves, reached, strict=True)
+                alike[key] = [number(leaf, there and not detach) for leaf, there in found]
+            pairs = zip(call.inputs, others, strict=True)
+            inputs = [number(Leaf(t, "input"), there) for t, there in pairs]
+            parts[call.chunk.number] = Part(
+                call.makes, call.chunk, marks[master], alike[key], inputs
+            )
         if not leaves:
             for row in rows:
                 for t in row:

@@ -184,7 +184,7 @@ class Replica:
         self._forget(request.forget)
         terms, context, writes = request.terms, request.terms.context, Writes()
         grad = context.grad and not context.inference
-        reached: tuple[bool, ...] = ()
+        reached = b""
         try:
             model = self._updated(request.model, request.update)  # [4] run
             module = model.module
@@ -221,10 +221,9 @@ class Replica:
             marks = [*slots, *[None] * len(inputs)]
             self._graphs[request.key] = Graph(value.tensors, leaves, marks, model, found)
             asked = {None, *(slots if request.optional else found.built.attributes)}
-            optional = [t for t, n in zip(leaves, marks, strict=True) if n in asked]
-            if optional:
-                there = engine.reachable(value.tensors)
-                reached = tuple([id(t) in there for t in optional])
+            there = engine.reachable(value.tensors) if asked & {*marks} else ()
+            pairs = zip(leaves, marks, strict=True)
+            reached = bytes([n not in asked or id(t) in there for t, n in pairs])
         return Answer(value, reached, anew, writes=writes)
 
     def _backward(self, request: BackwardRequest) -> Answer:
@@ -265,7 +264,7 @@ class Replica:
                 made = [grad for grad in found if grad is not None]
                 graph = Graph(made, given, [None] * len(given), home.model, home.found, True)
                 self._graphs[request.derived] = graph
-            reached: tuple[bool, ...] = ()
+            reached = b""
             if keeps:
                 reached = resident.keep(terms.chunk, home.slots, needed, found)
             elif SUMMED in needed:
@@ -273,9 +272,7 @@ class Replica:
         count = sum([slot is not None for slot in home.slots])
         return Answer((Row(found[:count]), Row(found[count:])), reached, writes=writes)
 
-    def _sum(
-        self, request: BackwardRequest, home: Graph, grads: list[Tensor | None]
-    ) -> tuple[bool, ...]:
+    def _sum(self, request: BackwardRequest, home: Graph, grads: list[Tensor | None]) -> bytes:
         """Sum gradients over the group, for its root; returns which were. Where that fails, or
         chunks have gradients of other parameters, the driver gets them as they are.
         """
@@ -297,13 +294,13 @@ class Replica:
             what = hash(tuple([home.slots[at] for at in sums]))
             exchange.add(runs, range(exchange.size), place.root, what)
         except (Abandoned, Differing):
-            return ()
+            return b""
         except torch.OutOfMemoryError:
             exchange.close()
-            return ()
+            return b""
         for at, total in sums.items():
             grads[at] = total if exchange.rank == place.root else None
-        return tuple([at in sums for at in range(len(grads))])
+        return bytes([at in sums for at in range(len(grads))])
 
 
 def _loaded(value: Parcel, grad: bool, inputs: list[Tensor]) -> Any:

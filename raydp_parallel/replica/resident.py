@@ -52,7 +52,7 @@ class Resident:
         slots: Sequence[int | None],
         codes: Sequence[int],
         grads: list[Tensor | None],
-    ) -> tuple[bool, ...]:
+    ) -> bytes:
         """Keep gradients of a chunk, and take these out of the row; returns which they are.
 
         Args:
@@ -72,7 +72,7 @@ class Resident:
             else:
                 kept[slot] = grad.detach()
             grads[at], stays[at] = None, True
-        return tuple(stays)
+        return bytes(stays)
 
     def gradients(self, slots: Sequence[int], chunk: int) -> list[Tensor]:
         """Return gradients that a chunk has kept."""

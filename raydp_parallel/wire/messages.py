@@ -227,10 +227,9 @@ class Answer(NamedTuple):
     # module's leaves and one for inputs, with None for those that are not sent. Else what the
     # request says: a `Row` of gradients, a `Parcel` of weights and optimizers, a norm.
     value: Any = None
-    # Of a forward: which tensors in plain attributes, and then which inputs, that require a
-    # gradient the outputs depend on. Of a backward: which leaves' gradients are kept, or went into
-    # the group's sum.
-    reached: tuple[bool, ...] = ()
+    # A truth for each leaf of a graph: of a forward, if the outputs depend on it, as far as that is
+    # asked; of a backward, if its gradient is kept, or went into the group's sum.
+    reached: bytes = b""
     anew: bool = False  # of a forward: gather returns nothing of its output itself
     failure: Failure | None = None  # the exception, if there is one
     warnings: tuple[CaughtWarning, ...] = ()
