@@ -15,7 +15,6 @@ from raydp_parallel.errors import ClusterError
 from raydp_parallel.monitoring import report, status
 
 _DASHBOARD = Path(__file__).parent / "monitoring" / "grafana_dashboard.json"
-_CLEAR = "\033[H\033[2J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return check.main(options.devices)
         while True:
-            sys.stdout.write(_text(options))
-            sys.stdout.flush()
+            sys.stdout.write("\033[H\033[2J" * options.watch + _text(options))  # first clears
             if not options.watch:
                 return 0
             time.sleep(1)
@@ -47,12 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     shows.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
     reports = commands.add_parser("report", help="write the same as one HTML page")
     reports.add_argument("file", metavar="FILE", type=Path, help="where to write it")
-    text = "of the cluster; by default RAY_ADDRESS, else all on this machine"
     for command in (shows, reports):
-        command.add_argument("--address", help=text)
+        command.add_argument("--address", help="by default RAY_ADDRESS, else all on this machine")
     commands.add_parser("grafana", help="print a dashboard for Grafana, as JSON")
-    text = "compare the devices with the plain module, and time them"
-    checks = commands.add_parser("check", help=text)
+    checks = commands.add_parser("check", help="compare and time the devices and the plain module")
     text = "such as 0,1 or cpu,cpu; by default all GPUs of the cluster, else two CPU replicas"
     checks.add_argument("--devices", default="all", help=text)
     return parser
@@ -65,6 +61,6 @@ def _text(options: argparse.Namespace) -> str:
 
     entries = [*map(json.loads, ray_api.entries(options.address))]
     if options.command == "status":
-        return f"{_CLEAR * options.watch}{status.render(entries)}\n"
+        return f"{status.render(entries)}\n"
     options.file.write_text(report.page(entries), encoding="utf-8")
     return f"{options.file}\n"

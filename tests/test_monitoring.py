@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -33,14 +34,16 @@ class Fake:
         self.now = 100.0
         self.recorder = Recorder(name, lambda: self.now)
         self.infos = [
-            ReplicaInfo(0, "cuda:0", "a1b2c3d4e5f6", 4711, "ready", "NVIDIA H100"),
-            ReplicaInfo(1, "cpu", "a1b2c3d4e5f6", 4712, "ready"),
+            ReplicaInfo(0, "cuda:0", "a1b2", 4711, "ready", "NVIDIA H100 80GB HBM3", 345_000_000),
+            ReplicaInfo(1, "cpu", "a1b2", 4712, "dead"),
         ]
         for info in self.infos:
             self.recorder.started(info)
         self.shown: list[str] = []
         client = SimpleNamespace(show=self.shown.append)
-        self.replica_set = SimpleNamespace(slots={0: SimpleNamespace(client=client), 1: None})
+        self.replica_set = SimpleNamespace(
+            slots={0: SimpleNamespace(client=client), 1: None}, recorder=self.recorder
+        )
 
     def step(self, index: int = 0, rows: int = 60) -> None:
         """One second in which a replica waits 0.3 s, works 0.6 s, and a call travels 0.1 s."""
@@ -51,13 +54,13 @@ class Fake:
         self.recorder.totals.forwards += 1
 
     def stats(self) -> ExecutorStats:
-        return self.recorder.stats(self.infos, "host")
+        return self.recorder.stats(self.infos, "windows + ipc")
 
 
-def entry(now: ExecutorStats, before: ExecutorStats | None = None, age: int = 0) -> dict[str, Any]:
+def entry(now: ExecutorStats, age: int = 0) -> dict[str, Any]:
     """What status and report get: it went through Ray's key-value store."""
-    made = status.entry(now, now.since(before), "host7", 99)
-    return {**json.loads(json.dumps(made)), "posted": made["posted"] - age}
+    made = status.entry(now)
+    return {**json.loads(json.dumps(made)), "posted": made["posted"] - age, "host": "host7"}
 
 
 @pytest.fixture
@@ -65,34 +68,33 @@ def fake(request: pytest.FixtureRequest) -> Fake:
     return Fake(request.node.name)  # a name of its own: a second one of a name gets a number
 
 
-def test_the_table() -> None:
+def test_the_table_shows_the_last_seconds_in_100_columns() -> None:
+    """After an hour; what was counted is of all of it."""
     fake = Fake("table")
+    fake.step(rows=10_000_000)
+    fake.stats()
+    fake.now += 3600
+    fake.stats()
     for _ in range(10):
         fake.step()
-    title, head, first, second, _, _, summary = str(fake.stats()).splitlines()
-    assert title == "table, link: host"
-    assert head.split()[5:9] == ["model", "calls", "rows/s", "busy"]
-    assert " ".join(first.split()) == (
-        "0 cuda:0 NVIDIA H100 a1b2c3d4 4711 ready ResNet 10 60 60% 30% 10% 20.0 10.0 0"
-    )
-    assert " ".join(second.split()) == "1 cpu a1b2c3d4 4712 ready 0 0 0% 100% 0% 0.0 0.0 0"
-    assert str(ExecutorStats("net", (), "in place")).startswith("net, link: in place\n0 forwards")
-    assert summary == "10 forwards (1.0 per second), 0 backwards; 0 state sends, 0.0 MB; 0 reruns"
-    assert "<td>cuda:0 NVIDIA H100</td>" in fake.stats()._repr_html_()
+        lines = str(fake.stats()).splitlines()
+    title, recent, head, first, second, _, _, total, *_ = lines
+    assert title == "table, transport: shared memory + ipc"
+    assert recent.startswith("the last 10 s: 10 forwards (1.0 per second), 0 backwards")
+    assert total.startswith("in all 3,611 s: 11 forwards (0.0 per second)")
+    assert head.split()[:5] == ["replica", "pid", "model", "rows/s", "busy"]
+    assert " ".join(first.split()) == "0 cuda:0 H100 80 4711 ResNet 60 60% 30% 10% 22.0 11.0 345"
+    assert " ".join(second.split()) == "1 cpu dead 4712 0 0% 100% 0% 0.0 0.0 0.0"
+    assert max(map(len, lines)) <= 100, lines
+    assert "in place\n0 forwards" in str(ExecutorStats("net", (), "in place"))
+    assert "<td>0 cuda:0 NVIDIA H100 80GB HBM3</td>" in fake.stats()._repr_html_()
 
 
-def test_status_is_one_line_per_replica_about_one_window(fake: Fake) -> None:
-    fake.step(rows=10_000)
-    before = fake.stats()
-    for _ in range(10):
-        fake.step()
+def test_status_has_the_table_of_each_executor(fake: Fake) -> None:
+    fake.step()
     fake.recorder.event("something\x1b[2J rare")
-    lines = status.render([entry(fake.stats(), before)]).splitlines()
-    assert lines[0].endswith("pid 99 on host7, link: host")
-    assert lines[1].startswith("the last 10 s: 10 forwards (1.0 per second)")
-    assert lines[3].split()[-8:] == ["10", "60", "60%", "30%", "10%", "20.0", "10.0", "0"]
-    assert lines[4].split()[:2] == ["1", "cpu"]
-    assert lines[5].startswith("since the start: 11 forwards")
+    about, *lines = status.render([entry(fake.stats())]).splitlines()
+    assert about.endswith("on host7") and lines[:-1] == str(fake.stats()).splitlines()[:-1]
     assert lines[-1].endswith("something\N{REPLACEMENT CHARACTER}[2J rare")
     assert "No executor is running" in status.render([])
     assert "last heard of 60 s ago" in status.render([entry(fake.stats(), age=60)])
@@ -103,7 +105,7 @@ def test_the_report_is_one_page_without_scripts(fake: Fake) -> None:
     fake.recorder.event("<script>alert(1)</script>")
     text = report.page([entry(fake.stats())])
     assert text.startswith("<!doctype html>") and text.endswith("</html>\n")
-    assert 'class="busy" style="width:60.0%"' in text and "60 rows/s" in text
+    assert "<td>60% <meter max=100 value=60></meter></td>" in text
     assert "<script" not in text and "http://" not in text
 
 
@@ -145,16 +147,18 @@ def test_the_reporter_and_the_commands(
         fake.step()
         watching._report()
     assert fake.shown == ["replica 0, ResNet: 60 samples per second, 60 % busy"]
-    assert command.main(["status"]) == 0
-    assert fake.recorder.name in capsys.readouterr().out
+    monkeypatch.setattr(command.time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    for arguments, rc in ((["status"], 0), (["status", "--watch"], 130)):
+        assert command.main(arguments) == rc
+        assert fake.recorder.name in capsys.readouterr().out
     assert command.main(["report", str(tmp_path / "page.html")]) == 0
     assert "rows/s" in (tmp_path / "page.html").read_text()
     fake.step()
     watching.close()
     watching.close()
-    place = (fake.recorder.name, "0", "cuda:0", "a1b2c3d4e5f6")
+    place = (fake.recorder.name, "0", "cuda:0", "a1b2")
     assert cluster.sums[("raydp_samples", *place)] == 360
-    assert cluster.sums[("raydp_replica_info", *place, "NVIDIA H100", "4711")] == 0
+    assert cluster.sums[("raydp_replica_info", *place, "NVIDIA H100 80GB HBM3", "4711")] == 0
     assert not cluster.entries
 
 

@@ -123,8 +123,8 @@ def check_gpus(given: Sequence[object], ids: Sequence[DeviceId], options: Option
     none = f"device_ids={[*given]}: this cluster has no GPU"
     if options.elastic or options.label_selector or not is_private():
         if not count:
-            wait = f"Replicas wait up to {options.placement_timeout:g} s for a node with one"
-            ray_api.warn_once(f"{none}. {wait}. Give 'cpu' entries for CPU replicas")
+            limit = f"{options.placement_timeout:g} s"
+            ray_api.warn_once(f"{none}. Replicas wait {limit} for one. Give 'cpu' entries for CPUs")
         return
     if not count:
         raise PlacementError(f"{none}. Use {['cpu'] * len(ids)}")
@@ -172,16 +172,13 @@ def at_home(wanted: Places, options: Options) -> dict[Place, str]:
 
 def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
     """Make the error for replicas that found no place: their needs, and what is free."""
-    kinds, each = [place.kind for place in wanted], []
-    for kind in dict.fromkeys(kinds):
-        if needs := booked(kind, options):
-            amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
-            each.append(f"each {kind.upper()} replica with {amounts}")
+    kinds = [place.kind for place in wanted]
+    each = ", ".join(f"{kind.upper()} {booked(kind, options)}" for kind in dict.fromkeys(kinds))
     ids = [place.number if place.kind == "gpu" else "cpu" for place in absent]
     labels = f", on nodes with {dict(options.label_selector)}" if options.label_selector else ""
     return NoRoom(
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
-        f"({'; '.join(each) or 'which book nothing'}{labels}); after "
+        f"(booked for each {each}{labels}); after "
         f"{options.placement_timeout:g} s those for device_ids {ids} had no place. Free now: "
         f"{ray_api.free(('GPU', 'CPU', *options.resources))}, on {len(nodes())} node(s): close "
         "other executors, end what `ray list placement-groups` shows, add nodes, book less, or use "

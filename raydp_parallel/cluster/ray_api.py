@@ -147,8 +147,9 @@ def connect(start: bool = True) -> bool:
     noted = "" if named else _noted(start)
     if named not in ("", "local") or noted:
         ray.init(address=noted or None)  # Ray would read the note again, which may be another
-        text = "joined the Ray cluster at %s, because %s names it (RAY_ADDRESS=local starts one)"
-        log.info(text, ray.get_runtime_context().gcs_address, _note() if noted else "RAY_ADDRESS")
+        text = "joined the Ray cluster at %s, which %s names (RAY_ADDRESS=local starts one)"
+        who = "a file of `ray start`" if noted else "RAY_ADDRESS"
+        log.info(text, ray.get_runtime_context().gcs_address, who)
         return True
     if start:
         log.warning("starting Ray on this machine, which takes some seconds")
@@ -182,30 +183,24 @@ def _folder() -> str:
     return os.path.join(made, "ray")  # Ray lets all users write to this one
 
 
-def _note() -> Path:
-    """Return the file that names a cluster which was started on this machine for others to join, as
-    the manual of ray.init() says.
-    """
-    return Path(_temporary(), "ray", "ray_current_cluster")
-
-
 def _noted(start: bool) -> str:
     """Return the address of a cluster which was started on this machine for others to join, if that
     still answers. Say so if it does not, and another one will ``start``.
 
     Not address="auto", which also finds the private cluster of another program's ray.init().
     """
+    file = Path(_temporary(), "ray", "ray_current_cluster")  # as the manual of ray.init() says
     try:
-        with open(os.open(_note(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as note:
+        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as note:
             address = note.read().strip()
-            owners = {os.fstat(note.fileno()).st_uid, _note().parent.lstat().st_uid}
+            owners = {os.fstat(note.fileno()).st_uid, file.parent.lstat().st_uid}
     except OSError:
         return ""
     # Every user may write to Ray's folder, and who runs a cluster runs code in its drivers.
     others = owners - {0, os.getuid()}
     why = f"belongs to another user ({others.pop()})" if others else _silent(address)
     if why and start:
-        warn_once(f"the cluster at {address!r}, which {_note()} names, {why}: another is started")
+        warn_once(f"the cluster at {address!r}, which {file} names, {why}: another is started")
     return "" if why else address
 
 
@@ -360,7 +355,7 @@ def strategy(group: Group | None, bundle: int, node: str) -> object:
     return PlacementGroupSchedulingStrategy(group, bundle)
 
 
-_NAMESPACE = b"raydp_parallel/1"
+_NAMESPACE = b"raydp_parallel/2"
 """The number is another one after each change of an entry's fields: other versions see none."""
 
 

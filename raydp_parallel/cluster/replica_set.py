@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
+import mmap
 import os
 import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raydp_parallel import errors
@@ -30,8 +33,6 @@ _INSTEAD = "Its chunks run again on other replicas, and a new one starts in the 
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
 _CLOSED = "this executor was closed: make another, or leave `executor` out to use the process's"
-_CALL = 1.0
-"""Seconds that a program's end waits for the call of another thread."""
 _LOOK = 0.02
 """Seconds between two looks of a call that waits for a new replica."""
 
@@ -66,7 +67,11 @@ class ReplicaSlot:
         device = self.place.device
         known = self.client is not None and self.state != "starting"
         hello = self.client.hello if known else Hello(0, "", device)
-        return ReplicaInfo(self.index, device, hello.node, hello.pid, self.state, hello.gpu)
+        pages = "0 0"
+        with contextlib.suppress(OSError):  # it has ended, or is not on this machine
+            pages = Path(f"/proc/{hello.pid if hello.near else 0}/statm").read_text()
+        memory = int(pages.split()[1]) * mmap.PAGESIZE
+        return ReplicaInfo(self.index, device, hello.node, hello.pid, self.state, hello.gpu, memory)
 
     def __str__(self) -> str:
         info = self.info()
@@ -307,7 +312,7 @@ def _stop_all() -> None:
     for known in [*_sets]:
         if not known.forked:
             known._stop_successors()
-            if known.lock.acquire(timeout=_CALL):  # also a call's, which may be at its first start
+            if known.lock.acquire(timeout=1.0):  # a call's, which perhaps starts its first replica
                 known.lock.release()
 
 

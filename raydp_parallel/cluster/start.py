@@ -28,7 +28,6 @@ from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 
 log = logging.getLogger("raydp_parallel")
 
-_LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
 _BETWEEN_LOOKS = 1.0
 """Seconds between two checks for nodes that are about to end; each is a call to Ray."""
 
@@ -83,7 +82,8 @@ class Starter:
             nonlocal said
             now = time.monotonic()
             if not self.alive():  # a question to Ray would start another cluster
-                raise ClusterError(_LEFT)
+                text = "the Ray cluster was left while replicas ran; the next use starts anew"
+                raise ClusterError(text)
             if self.ended.is_set():
                 raise ExecutorClosed("the executor, or the program, ended while replicas started")
             if not background and now >= said:
@@ -174,10 +174,9 @@ class Starter:
 
     def _compare(self, place: Place, theirs: Mapping[str, str]) -> None:
         """Refuse a replica with another version of this package; warn of another torch or NumPy."""
-        for name, mine in versions().items():
-            if theirs[name] == mine:
-                continue
-            text = f"the replica for device {place.device} has {name} {theirs[name]}, not {mine}"
+        mine = versions()
+        for name, version in theirs.items() - mine.items():
+            text = f"the replica for device {place.device} has {name} {version}, not {mine[name]}"
             if name == "raydp_parallel":
                 raise PlacementError(f"{text}: install the same on every node of the cluster")
             ray_api.warn_once(f"{text}: results may differ by rounding")

@@ -7,17 +7,15 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
-import socket
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.monitoring import status
-from raydp_parallel.monitoring.metrics import INFO, increments, summary, tags_of
+from raydp_parallel.monitoring.metrics import INFO, increments, process_tags, summary
 from raydp_parallel.monitoring.stats import ExecutorStats
 
 if TYPE_CHECKING:
@@ -28,11 +26,8 @@ log = logging.getLogger("raydp_parallel")
 EVERY = 1.0
 """Seconds between two reports."""
 
-_WINDOW = 10
-"""Reports that the figures of the status span."""
-
 _SUMMARY = 5
-"""Reports between two tasks of a replica, and that such a task is about."""
+"""Reports between two tasks of a replica."""
 
 _FAREWELL = 2.0
 """Seconds that a close waits for the last report: a cluster may not answer."""
@@ -44,9 +39,7 @@ class Reporter:
     def __init__(self, executor: Executor) -> None:
         self._stop = threading.Event()
         self._executor = weakref.ref(executor)
-        # The last reports, the first of which counts what came after None.
-        self._history: deque[ExecutorStats | None] = deque([None], maxlen=_WINDOW + 1)
-        self._there: list[dict[str, str]] = []  # the tags of processes that were reported
+        self._last = ExecutorStats(executor.replica_set.recorder.name, (), "none")  # reported
         self._reports = 0
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="raydp-reporter", daemon=True)
@@ -85,36 +78,28 @@ class Reporter:
             return
         stats = executor.stats()
         self._count(stats)
-        window = stats.since(self._history[0])
-        entry = status.entry(stats, window, socket.gethostname(), os.getpid())
-        ray_api.put_entry(stats.name, json.dumps(entry))
+        ray_api.put_entry(stats.name, json.dumps(status.entry(stats)))
         self._reports += 1
-        if self._reports % _SUMMARY == 0:
+        if self._reports % _SUMMARY == 0 and stats.recent is not None:
             slots = [*executor.replica_set.slots.values()]
-            for replica in stats.since(self._history[-1 - _SUMMARY]).replicas:
+            for replica in stats.recent.replicas:
                 if replica.busy and replica.state == "ready":
                     slots[replica.index].client.show(summary(replica))
 
     def _count(self, stats: ExecutorStats) -> None:
         """Add what is new to the metrics."""
-        for more in increments(stats.since(self._history[-1])):
+        for more in increments(stats.since(self._last)):
             ray_api.count(*more)
-        self._history.append(stats)
-        there = []
-        for replica in stats.replicas:
-            tags = {**tags_of(replica, stats.name), "gpu": replica.gpu, "pid": str(replica.pid)}
-            there.append(tags)
-            ray_api.gauge(*INFO, tags, float(replica.state == "ready"))
-        for tags in self._there:
-            if tags not in there:  # the process was replaced
-                ray_api.gauge(*INFO, tags, 0.0)
-        self._there = there
+        pids = {replica.pid for replica in stats.replicas}
+        gone = [replica for replica in self._last.replicas if replica.pid not in pids]
+        for replica in (*gone, *stats.replicas):
+            there = replica.pid in pids and replica.state == "ready"
+            ray_api.gauge(*INFO, process_tags(replica, stats.name), float(there))
+        self._last = stats
 
     def _end(self) -> None:
         executor = self._executor()
         if executor is not None:
             self._count(executor.stats())
-        for tags in self._there:
-            ray_api.gauge(*INFO, tags, 0.0)
-        if self._history[-1] is not None:
-            ray_api.delete_entry(self._history[-1].name)
+        self._count(replace(self._last, replicas=()))
+        ray_api.delete_entry(self._last.name)

@@ -14,8 +14,12 @@ INFO = "raydp_replica_info", "1 while the replica is there"
 """A name and its description. Ray writes ``ray_`` before it, and ``_total`` behind a counter's."""
 
 
-def tags_of(replica: ReplicaStats, executor: str) -> dict[str, str]:
-    """Return the tags of all metrics of a replica."""
+def process_tags(replica: ReplicaStats, executor: str) -> dict[str, str]:
+    """Return the tags of a replica's process."""
+    return {**_tags(replica, executor), "gpu": replica.gpu, "pid": str(replica.pid)}
+
+
+def _tags(replica: ReplicaStats, executor: str) -> dict[str, str]:
     own = {"replica": str(replica.index), "device": replica.device, "node": replica.node}
     return {"executor": executor, **own}
 
@@ -28,7 +32,7 @@ def increments(new: ExecutorStats) -> Iterator[Increment]:
     """Yield what to add for new work."""
     yield from _of(new, {"executor": new.name})
     for replica in new.replicas:
-        yield from _of(replica, tags_of(replica, new.name))
+        yield from _of(replica, _tags(replica, new.name))
 
 
 def _of(record: Record, tags: dict[str, str]) -> Iterator[Increment]:
@@ -39,9 +43,9 @@ def _of(record: Record, tags: dict[str, str]) -> Iterator[Increment]:
 
 
 def summary(replica: ReplicaStats) -> str:
-    """Describe the work of a replica since its last short task, which has this name in Ray's
-    dashboard. Ray labels metrics with each task's name, and never removes them: so numbers are
-    rounded, the rate to two digits.
+    """Describe the recent work of a replica, as the name of a short task in Ray's dashboard. Ray
+    labels metrics with each task's name, and never removes them: so numbers are rounded, the rate
+    to two digits, and there is no time.
     """
     models = ", ".join(replica.models) or "a module"
     rate, busy = float(f"{replica.rate:.2g}"), round(10 * replica.shares[0]) * 10

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 from raydp_parallel.monitoring.stats import (
@@ -19,6 +19,9 @@ from raydp_parallel.monitoring.stats import (
     Values,
     counters,
 )
+
+_SPAN = 10.0
+"""Seconds that recent work spans, if somebody looks each second, as the reporter does."""
 
 _names: Counter[str] = Counter()
 
@@ -37,6 +40,8 @@ class Recorder:
         # The counters of all replicas together, as `ExecutorStats` names them.
         self.totals = SimpleNamespace(**dict.fromkeys(counters(ExecutorStats), 0))
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
+        # Earlier looks, a second apart; the first is about ten seconds old.
+        self._looks = deque([(clock(), ExecutorStats(self.name, (), "none"))])
         # By the replica's number: its counters, as `ReplicaStats` names them, the names of the
         # modules that it ran, in order, the time of its first start, and since when it waits.
         self._counts: defaultdict[int, Values] = defaultdict(Counter)
@@ -93,7 +98,7 @@ class Recorder:
                 self._models[index][model] = None
 
     def stats(self, replicas: Iterable[ReplicaInfo], link: str) -> ExecutorStats:
-        """Return a frozen copy of all counters."""
+        """Return a frozen copy of all counters, and of their growth in the last ten seconds."""
         found = []
         with self._lock:
             now = self._clock()
@@ -103,6 +108,12 @@ class Recorder:
                 counts["seconds"] = now - self._began.get(info.index, now)
                 models = tuple(self._models[info.index])
                 found.append(ReplicaStats(**asdict(info), models=models, **counts))
-        deaths = {name: sum(getattr(replica, name) for replica in found) for name in DEATHS}
-        totals = {**vars(self.totals), **deaths}
-        return ExecutorStats(self.name, tuple(found), link, events=tuple(self.events), **totals)
+            deaths = {name: sum(getattr(replica, name) for replica in found) for name in DEATHS}
+            totals = {**vars(self.totals), **deaths, "events": tuple(self.events)}
+            stats = ExecutorStats(self.name, tuple(found), link, **totals)
+            while len(self._looks) > 1 and self._looks[1][0] <= now - _SPAN:
+                self._looks.popleft()
+            recent = stats.since(self._looks[0][1])
+            if self._looks[-1][0] <= now - 1:
+                self._looks.append((now, stats))
+        return replace(stats, recent=replace(recent, events=()))

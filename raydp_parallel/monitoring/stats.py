@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import math
+import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -34,6 +36,7 @@ class ReplicaInfo:
         state: ``"ready"``, ``"starting"``, ``"dead"``, ``"closed"``, or ``"away"`` while an elastic
             executor has no device for it.
         gpu: Name of its GPU, empty on a CPU.
+        memory: Bytes of main memory that its process has, 0 if it is not on the driver's machine.
     """
 
     index: int
@@ -42,6 +45,7 @@ class ReplicaInfo:
     pid: int
     state: str
     gpu: str = ""
+    memory: int = 0
 
     @property
     def device_id(self) -> int | str:
@@ -98,7 +102,7 @@ class ReplicaStats(ReplicaInfo):
 
 @dataclass(frozen=True)
 class ExecutorStats:
-    """The work of an executor so far. Prints as a table.
+    """The work of an executor so far. Prints as a table, with the speed of the last ten seconds.
 
     Attributes:
         name: The executor's name in Ray's dashboard and in metrics.
@@ -114,6 +118,7 @@ class ExecutorStats:
         deaths: Replicas that ended before their time.
         respawns: Replicas that were started to replace them.
         replays: Chunks that ran again because their replica had died.
+        recent: The work of about the last ten seconds; None in itself.
     """
 
     name: str
@@ -129,12 +134,13 @@ class ExecutorStats:
     deaths: int = _counter()
     respawns: int = _counter()
     replays: int = _counter()
+    recent: ExecutorStats | None = None
 
-    def since(self, before: ExecutorStats | None) -> ExecutorStats:
+    def since(self, before: ExecutorStats) -> ExecutorStats:
         """Return the work done after an earlier look."""
-        earlier = {replica.index: replica for replica in before.replicas} if before else {}
+        earlier = {replica.index: replica for replica in before.replicas}
         grown = tuple(_growth(now, earlier.get(now.index)) for now in self.replicas)
-        return replace(_growth(self, before), replicas=grown)
+        return replace(_growth(self, before), replicas=grown, recent=None)
 
     def to_dict(self) -> Values:
         """Return plain values, for JSON."""
@@ -143,36 +149,41 @@ class ExecutorStats:
     @classmethod
     def from_dict(cls, values: Values) -> ExecutorStats:
         """Read `to_dict`'s values, also after a trip through JSON."""
-        replicas = [ReplicaStats(**{**r, "models": tuple(r["models"])}) for r in values["replicas"]]
-        events = tuple((at, text) for at, text in values["events"])
-        return cls(**{**values, "replicas": tuple(replicas), "events": events})
+        replicas = tuple(ReplicaStats(**replica) for replica in values["replicas"])
+        recent = values["recent"] and cls.from_dict(values["recent"])
+        return cls(**{**values, "replicas": replicas, "recent": recent})
 
     def cells(self) -> list[list[str]]:
         """Return the head of the table, and a row for each replica."""
-        rows = [[column(replica) for column in _COLUMNS.values()] for replica in self.replicas]
-        return [[*_COLUMNS], *rows]
+        pairs = zip(self.replicas, (self.recent or self).replicas, strict=True)
+        return [[*_COLUMNS], *([cell(*pair) for cell in _COLUMNS.values()] for pair in pairs)]
 
-    def summary(self) -> str:
+    def _texts(self) -> tuple[list[str], list[str]]:
+        """Return the lines above the table, and those below it."""
+        title = f"{self.name}, transport: {self.link.replace('windows', 'shared memory')}"
+        recent, total = (self.recent or self)._summary("the last"), self._summary("in all")
+        if not self.replicas:
+            return [title], [total]
+        events = [f"{time.ctime(at)[11:19]}  {text}" for at, text in self.events[-6:]]
+        return [title, recent], [*_NOTES, total, *events]
+
+    def _summary(self, when: str) -> str:
         """Describe all replicas together in one line."""
         seconds = max((replica.seconds for replica in self.replicas), default=0.0)
+        span = f"{when} {seconds:,.0f} s: " if seconds else ""
         each = f" ({self.forwards / seconds:,.1f} per second)" if seconds else ""
-        text = (
-            f"{count(self.forwards, 'forward')}{each}, {count(self.backwards, 'backward')}; "
-            f"{count(self.state_sends, 'state send')}, {self.state_bytes / 1e6:,.1f} MB; "
-            f"{count(self.reruns, 'rerun')}"
-        )
-        faults = {name.removesuffix("s"): getattr(self, name) for name in DEATHS}
-        if any(faults.values()):
-            text += "; " + ", ".join(count(number, noun) for noun, number in faults.items())
-        return text
+        updates = f"{count(self.state_sends, 'model update')} of {_mb(self.state_bytes)} MB"
+        text = f"{count(self.forwards, 'forward')}{each}, {count(self.backwards, 'backward')}"
+        rare = {name[:-1]: getattr(self, name) for name in ("reruns", *DEATHS)}
+        return span + ", ".join([text, updates, *(count(n, noun) for noun, n in rare.items() if n)])
 
     def __str__(self) -> str:
-        table_lines = [*table(self.cells()), NOTE] if self.replicas else []
-        return "\n".join([f"{self.name}, link: {self.link}", *table_lines, self.summary()])
+        above, below = self._texts()
+        return "\n".join([*above, *(table(self.cells()) if self.replicas else []), *below])
 
     def _repr_html_(self) -> str:
-        about = html.escape(f"{self.name}, link: {self.link}; {self.summary()}")
-        return f"{html_table(self.cells())}<p>{about}</p>"
+        above, below = ("<br>".join(map(html.escape, lines)) for lines in self._texts())
+        return f"<p>{above}</p>{html_table(self.cells())}<p>{below}</p>"
 
 
 Record = TypeVar("Record", ReplicaStats, ExecutorStats)
@@ -188,27 +199,30 @@ def _growth(now: Record, before: Record | None) -> Record:
     return replace(now, **grown)
 
 
-NOTE = (
-    "busy: at work on calls; waiting: ready, without a call; idle: calls travel, or no process\n"
-    "MB in: inputs, gradients, changed weights; MB out: outputs, gradients; mapped weights in none"
+_NOTES = (
+    "rows/s, busy (computes), waiting (has no call), idle (data travels, or it starts): lately",
+    "MB in and out: since the start, without shared memory; MB RAM: of a process of this machine",
 )
 
 
-_COLUMNS: dict[str, Callable[[ReplicaStats], str]] = {
-    "replica": lambda r: str(r.index),
-    "device": lambda r: f"{r.device} {r.gpu}".strip(),
-    "node": lambda r: r.node[:8],
-    "pid": lambda r: str(r.pid),
-    "state": lambda r: r.state,
-    "model": lambda r: ", ".join(r.models[:3]) + ", ..." * (len(r.models) > 3),
-    "calls": lambda r: f"{r.calls:,}",
-    "rows/s": lambda r: f"{r.rate:,.0f}",
-    "busy": lambda r: f"{r.shares[0]:.0%}",
-    "waiting": lambda r: f"{r.shares[1]:.0%}",
-    "idle": lambda r: f"{r.shares[2]:.0%}",
-    "MB in": lambda r: f"{r.bytes_in / 1e6:,.1f}",
-    "MB out": lambda r: f"{r.bytes_out / 1e6:,.1f}",
-    "deaths": lambda r: str(r.deaths),
+def _mb(number: float) -> str:
+    return f"{number / 1e6:,.{0 if number > 1e8 else 1}f}"
+
+
+# Of a replica's work so far, and of its recent work.
+_COLUMNS: dict[str, Callable[[ReplicaStats, ReplicaStats], str]] = {
+    "replica": lambda r, _: (
+        f"{r.index} {r.device} {r.gpu if r.state == 'ready' else r.state}".strip()
+    ),
+    "pid": lambda r, _: str(r.pid),
+    "model": lambda r, _: ", ".join(r.models),
+    "rows/s": lambda _, now: f"{now.rate:,.0f}",
+    "busy": lambda _, now: f"{now.shares[0]:.0%}",
+    "waiting": lambda _, now: f"{now.shares[1]:.0%}",
+    "idle": lambda _, now: f"{now.shares[2]:.0%}",
+    "MB in": lambda r, _: _mb(r.bytes_in),
+    "MB out": lambda r, _: _mb(r.bytes_out),
+    "MB RAM": lambda r, _: _mb(r.memory),
 }
 
 
@@ -223,20 +237,20 @@ def printable(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with columns as wide as they must be."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells))
-    return lines
+    """Return the lines of a table, which has no more than 100 letters."""
+    short = [[cell.replace("NVIDIA ", "")[:16] for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*short, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in short]
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table for a page."""
+    """Return a table for a page, with a bar for each share."""
     lines = []
     for number, row in enumerate(rows):
         kind = "td" if number else "th"
         cells = "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
+        lines.append(f"<tr>{re.sub(_SHARE, _BAR, cells)}</tr>")
     return f"<table>{''.join(lines)}</table>"
+
+
+_SHARE, _BAR = r">(\d+)%<", r">\1% <meter max=100 value=\1></meter><"

@@ -4,14 +4,12 @@ their drivers write once per second.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 
-from raydp_parallel.monitoring.stats import ExecutorStats, Values, printable, table
-
-_EVENTS = 6
-"""Events that are shown."""
+from raydp_parallel.monitoring.stats import ExecutorStats, Values, printable
 
 _OLD = 5.0
 """Seconds after which the text says that an entry is old."""
@@ -22,37 +20,20 @@ NOBODY = (
 )
 
 
-def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> Values:
+def entry(stats: ExecutorStats) -> Values:
     """Return the entry that a driver writes for an executor, in plain values."""
-    return {
-        "posted": time.time(),
-        "host": host,
-        "pid": pid,
-        "stats": stats.to_dict(),
-        "window": window.to_dict(),
-    }
+    about = {"posted": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    return {**about, "stats": stats.to_dict()}
 
 
-def read(entry: Values) -> SimpleNamespace:
-    """Read an entry: a title for the executor and its process, its statistics, those of a window
-    with the time that this spans, and the last events.
-    """
-    stats, window = map(ExecutorStats.from_dict, (entry["stats"], entry["window"]))
+def read(entry: Values) -> tuple[str, ExecutorStats]:
+    """Read an entry: a text about its process, and the statistics."""
     age = time.time() - entry["posted"]
-    seconds = max((replica.seconds for replica in window.replicas), default=0.0)
-    title = f"{stats.name}, pid {entry['pid']} on {entry['host']}, link: {stats.link}"
-    late = f"; last heard of {age:.0f} s ago" if age > _OLD else ""
-    span, last = f"the last {seconds:.0f} s{late}", stats.events[-_EVENTS:]
-    events = [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in last]
-    return SimpleNamespace(title=title, span=span, stats=stats, window=window, events=events)
+    late = f", last heard of {age:.0f} s ago" if age > _OLD else ""
+    return f"pid {entry['pid']} on {entry['host']}{late}", ExecutorStats.from_dict(entry["stats"])
 
 
 def render(entries: Sequence[Values]) -> str:
     """Return the text about all executors, of their drivers' entries."""
-    parts = []
-    for found in map(read, entries):
-        lines = [found.title, f"{found.span}: {found.window.summary()}"]
-        lines += table(found.window.cells())
-        lines += [f"since the start: {found.stats.summary()}", *found.events]
-        parts.append("\n".join(map(printable, lines)))
-    return "\n\n".join(parts) or NOBODY
+    texts = [f"{about}\n{stats}".splitlines() for about, stats in map(read, entries)]
+    return "\n\n".join("\n".join(map(printable, lines)) for lines in texts) or NOBODY

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,22 +101,18 @@ def test_gpus_that_a_machine_lacks_are_named_as_written(monkeypatch: pytest.Monk
 
 
 def test_a_stranger_names_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither by a file of his, nor by one in a folder of his, nor by a link. One's own, and those
-    of root, name one.
-    """
+    """By a file, a folder or a link. One's own, and those of root, name one."""
     monkeypatch.setattr(ray_api, "_silent", lambda address: "")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     note, mine, other = tmp_path / "ray" / "ray_current_cluster", os.getuid(), os.getuid() + 1
     note.parent.mkdir()
     note.write_text("host:1\n")
     for of_file, of_folder, found in ((mine, 0, "host:1"), (other, mine, ""), (mine, other, "")):
-        monkeypatch.setattr(os, "fstat", lambda _, uid=of_file: SimpleNamespace(st_uid=uid))
-        monkeypatch.setattr(Path, "lstat", lambda _, uid=of_folder: SimpleNamespace(st_uid=uid))
-        assert ray_api._noted(False) == found
-    monkeypatch.undo()
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    note.rename(tmp_path / "elsewhere")
-    note.symlink_to(tmp_path / "elsewhere")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", lambda _, uid=of_file: SimpleNamespace(st_uid=uid))
+            patch.setattr(Path, "lstat", lambda _, uid=of_folder: SimpleNamespace(st_uid=uid))
+            assert ray_api._noted(False) == found
+    note.symlink_to(note.rename(tmp_path / "elsewhere"))
     assert ray_api._noted(False) == ""
 
 
@@ -147,12 +142,10 @@ def test_a_node_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_start_asks_nothing_of_a_cluster_that_was_left() -> None:
     """In the foreground either: at the program's end, a thread may be at its first call."""
-    for left, ended, error in ((True, False, ClusterError), (False, True, ExecutorClosed)):
+    for alive, error in ((False, ClusterError), (True, ExecutorClosed)):
         starter = object.__new__(Starter)
-        starter.alive, starter.ended = lambda left=left: not left, threading.Event()
-        if ended:
-            starter.ended.set()
-        starter.release = lambda wanted: None
+        starter.alive = starter.ended = lambda alive=alive: alive  # type: ignore[assignment]
+        starter.ended.is_set, starter.release = lambda: True, id  # type: ignore[attr-defined]
         with pytest.raises(error):
             starter.start({Place("cpu", 0): 0})
 
