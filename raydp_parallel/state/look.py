@@ -7,6 +7,7 @@ dicts of hooks, nine tenths of a module's objects, are left out.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from raydp_parallel.errors import warn
 from raydp_parallel.state import sources
 from raydp_parallel.state.sources import Sources
 from raydp_parallel.wire import pickling
@@ -46,6 +48,9 @@ _FLAG = "_is_replica"
 
 _REFUSED = "Cannot replicate network where python modules are children of ScriptModule"
 
+_LARGE = 4 << 20
+"""Bytes that take about 10 ms in each forward, here and in each replica."""
+
 _building = threading.local()
 """The tensors, code objects and device of the module that is being built in this thread."""
 
@@ -65,6 +70,7 @@ class Structure:
         self._code_at: list[int] = []  # since which revision each is known
         self._sources: Sources | None = None  # of its code
         self._sources_at = 0
+        self._told = False  # of what makes it large
 
     def read(self, revision: int) -> bool:
         """Note the driver's sources, as of a revision; returns whether any is new."""
@@ -80,6 +86,9 @@ class Structure:
         self._code_at += [revision] * (len(self.codes) - len(self._code_at))
         self.at = revision
         self.bytes = found  # last: Ctrl-C before makes the next look begin again
+        if len(found) > _LARGE and not self._told:
+            self._told = True
+            _tell_of_largest(self.module())
 
     def since(self, revision: int) -> tuple[bytes | None, bytes | None, Sources | None]:
         """Return what is newer than a revision: the pickle, code objects, and the sources."""
@@ -152,7 +161,7 @@ def _names(code: types.CodeType) -> list[str]:
     return [*dict.fromkeys(itertools.chain(code.co_names, *inner))]
 
 
-def look(module: nn.Module, slot: Callable[[Tensor], int], codes: Codes) -> bytes:
+def look(module: object, slot: Callable[[Tensor], int], codes: Codes) -> bytes:
     """Pickle a module's structure, with the slots of its tensors and the numbers of its code.
 
     Raises:
@@ -168,6 +177,23 @@ def look(module: nn.Module, slot: Callable[[Tensor], int], codes: Codes) -> byte
             raise  # upstream's own words
         raise pickling.unsendable(module, "module", error) from None
     return file.getvalue()
+
+
+def _tell_of_largest(module: nn.Module | None) -> None:
+    """Warn of the attribute that takes the most bytes in each look."""
+    sizes: dict[str, int] = {}
+    for path, part in module.named_modules(prefix="module") if module is not None else ():
+        for name, value in vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                with contextlib.suppress(Exception):  # parts of a TorchScript module
+                    sizes[f"{path}.{name}"] = len(look(value, lambda _: 0, {}))
+    name = max(sizes, key=sizes.__getitem__, default="")
+    if sizes.get(name, 0) > _LARGE // 2:
+        warn(
+            f"{name} takes {sizes[name] >> 20} MB, and each forward reads it, here and in the "
+            "replicas, to see a change. Make it a buffer (register_buffer, of a tensor), which is "
+            "looked at in no time. This is said once for each module."
+        )
 
 
 def build(

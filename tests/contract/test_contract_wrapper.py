@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -314,6 +315,17 @@ def test_C11_the_wrapped_module_can_be_swapped() -> None:
     for model in (three.ours, three.theirs):
         model.module = copy.deepcopy(other)
     assert same_outputs(three, batch()).shape == (6, 5)
+
+
+def test_C11_an_attribute_that_takes_long_to_look_at_is_named_once() -> None:
+    """With its size; one that is small is not."""
+    net = nn.Sequential(nn.Linear(4, 2))
+    net[0].table, net.small = [np.zeros(1 << 20)], np.zeros(1 << 15)
+    model = DataParallel(net, TWO)
+    with pytest.warns(UserWarning, match=r"^module\.0\.table takes 8 MB, and .* a buffer") as told:
+        for net.small[0] in range(3):
+            model(batch())
+    assert len(told) == 1
 
 
 # --- C12, C13 ---
