@@ -145,7 +145,7 @@ class ForwardCall(Call):
             forget=(),
             overlay=self.overlay,
             optional=unused == "none",  # torch would call hooks with None
-            refs=bool(self.refs),
+            refs=tuple(self.refs),
         )
 
     def keep(self) -> None:

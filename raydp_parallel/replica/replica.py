@@ -119,11 +119,10 @@ class Replica:
         with contextlib.suppress(InvalidStateError):  # it comes again where the call runs again
             self._delivered.setdefault(number, Future()).set_result(value)
 
-    def _get(self, number: int) -> object:
+    def _taken(self, number: int) -> object:
+        """Wait for an object of Ray's store, and keep it no longer."""
         found = self._delivered.setdefault(number, Future()).result()
         del self._delivered[number]
-        if isinstance(found, BaseException):
-            raise found
         return found
 
     def _exchange(self, request: ExchangeRequest) -> Exchange:
@@ -185,6 +184,8 @@ class Replica:
         terms, context, writes = request.terms, request.terms.context, Writes()
         grad = context.grad and not context.inference
         reached = b""
+        # All of them, whatever happens next: a call that runs again gets them again.
+        objects = {number: self._taken(number) for number in request.refs}
         try:
             model = self._updated(request.model, request.update)  # [4] run
             module = model.module
@@ -199,8 +200,9 @@ class Replica:
                 engine.seed(self._device, request.seed, terms.chunk)
                 inputs: list[Tensor] = []
                 called, args, kwargs = _loaded(request.arguments, grad, inputs)
-                if request.refs:
-                    args, kwargs = batch.resolved((args, kwargs), self._get, self._device)
+                if objects:
+                    get = objects.__getitem__
+                    args, kwargs = batch.resolved((args, kwargs), get, self._device)
                 if callable(called):
                     call = functools.partial(called, found.built.module)
                 else:

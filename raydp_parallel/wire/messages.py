@@ -109,7 +109,7 @@ class ForwardRequest(NamedTuple):
     # runs again only for its graph.
     overlay: dict[int, Tensor] | None
     optional: bool = False  # all leaves are looked for among those that outputs depend on
-    refs: bool = False  # arguments have numbers in the place of objects of Ray's store
+    refs: tuple[int, ...] = ()  # numbers among the arguments, for objects of Ray's store
 
 
 LEFT_OUT, SENT, SUMMED, KEPT, ADDED = range(5)

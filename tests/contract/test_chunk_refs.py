@@ -333,6 +333,37 @@ def test_T7_objects_are_released(executors: Any) -> None:
     assert released(hexes)
 
 
+class Held:
+    """An object that can be counted."""
+
+
+class Unloadable:
+    """An argument that only this process can load."""
+
+    def __reduce__(self) -> Any:
+        return load_here, (os.getpid(),)
+
+
+def load_here(pid: int) -> Unloadable:
+    assert pid == os.getpid(), "not here"
+    return Unloadable()
+
+
+def test_T7_a_call_whose_other_arguments_fail_keeps_no_object(executors: Any) -> None:
+    """Neither do those beside an object that is not there."""
+    model = DataParallel(nn.Identity(), executor=executors(2))
+    held = [ray.put(Held()) for _ in range(2)]
+    with pytest.raises(TransferError, match="not here"):
+        model(ChunkRefs(held), Unloadable())
+    with pytest.raises(KeyError, match="no such file"):
+        model(ChunkRefs([failing.remote()] * 2), ChunkRefs(held))
+
+    def count(_net: nn.Module, x: Tensor) -> Tensor:
+        return x + sum(type(found).__name__ == "Held" for found in gc.get_objects())
+
+    assert model.run(count, torch.zeros(2)).tolist() == [0.0, 0.0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["forward 1", "late forward 0", "backward 0", "backward 1"])
 def test_T7_a_death_changes_no_bit(killable: Executor, tmp_path: Path, moment: str) -> None:
