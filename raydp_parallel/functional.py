@@ -19,7 +19,7 @@ from raydp_parallel.driver import forward
 from raydp_parallel.driver.executor import Executor, shared
 from raydp_parallel.driver.forward import Called, ForwardChunk
 from raydp_parallel.options import Options, UnusedGrads
-from raydp_parallel.state.look import refuse_unreplicable
+from raydp_parallel.state.look import look
 
 
 @dataclass(eq=False, repr=False)
@@ -110,7 +110,7 @@ def replicate(
     Returns:
         One callable replica per device.
     """
-    refuse_unreplicable(network)
+    look(network, id)  # raises upstream's errors for modules that it cannot replicate either
     ids = [device_id(entry) for entry in devices]
     return replicas_of(network, ids, detach, executor or shared(Options())) if ids else []
 

@@ -235,10 +235,7 @@ def start(
         grad = context.grad and not context.inference
         rows = sum([given.rows for given in chunks])
         settings = _Settings(executor, context, grad, seed, threads, unused, rows)
-        # Functions may travel beside the module, and what prepares objects of Ray's store.
-        code = any(callable(given.called) or given.refs for given in chunks)
-        if code:  # before they are packed: if their file was edited since, they travel by value
-            sources.current()
+        sources.current()  # what was edited since its import travels by value, with arguments, too
         calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
@@ -252,7 +249,7 @@ def start(
             for master in masters:
                 if master.resident is not None:
                     master.resident.collect()
-                master.sync(code)  # [2] look
+                master.sync()  # [2] look
                 if master.edited:
                     master.resident.recall()
             seats = groups.of_layers(executor, slots) if together else ()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import pickle
-import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress
@@ -200,7 +199,6 @@ class ReplicaModule:
         self.revision = 0  # the master's state that it has; -1 if it needs the whole
         self._structure = b""
         self._clean = b""  # a look at a module that was just built
-        self._codes: dict[int, types.CodeType] = {}
         self._tracked: dict[int, _Tracked] = {}
         # The module sees a private mapping of each, in which its writes stay; the second one shows
         # the master's contents at any time.
@@ -227,8 +225,6 @@ class ReplicaModule:
         news: StateNews = pickle.loads(update.news)
         if news.sources is not None:
             sources.follow(news.sources)
-        if news.code is not None:
-            self._codes.update(pickle.loads(news.code))
         for key, window in update.windows.items():
             self._windows[key] = window, Window(window.size, window.duplicate())
         if news.structure is not None:
@@ -354,7 +350,7 @@ class ReplicaModule:
         for slot, value in overlay.items():
             tensors[slot] = _made(self._tracked[slot].spec, value.detach().clone())
         try:
-            module, used = build(self._structure, tensors, self._codes, self.device)
+            module, used = build(self._structure, tensors, self.device)
         except Exception as error:  # code of the user's classes
             raise NotLoaded from error
         # Only now it is known which tensors the new structure still has.
@@ -478,7 +474,6 @@ class ReplicaModule:
     def _look(self, built: Built) -> bytes:
         """Look at a module; returns nothing if a value in it cannot be pickled."""
         number = {id(t): slot for slot, t in built.tensors.items()}
-        codes = {id(code): (i, code) for i, code in self._codes.items()}
         with contextlib.suppress(Exception):
-            return look(built.module, lambda t: number.get(id(t), _CHANGED), codes)
+            return look(built.module, lambda t: number.get(id(t), _CHANGED))
         return b""

@@ -1,8 +1,8 @@
 """A module without the contents of its tensors, as bytes: if they differ from the bytes of the last
 look, the module was changed, and they are the message that says how.
 
-Tensors stand by slot and code objects by number, both stable for as long as the objects live. Empty
-dicts of hooks, nine tenths of a module's objects, are left out.
+Tensors stand by slot, which is theirs for as long as they live. Empty dicts of hooks, nine tenths
+of a module's objects, are left out.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import inspect
 import io
-import itertools
+import operator
 import pickle
 import sys
 import threading
@@ -52,11 +53,7 @@ _LARGE = 4 << 20
 """Bytes that take about 10 ms in each forward, here and in each replica."""
 
 _building = threading.local()
-"""The tensors, code objects and device of the module that is being built in this thread."""
-
-
-Codes = dict[int, tuple[int, types.CodeType]]
-"""Numbers of code objects, which cannot change, by their ids: each is sent once."""
+"""The tensors and the device of the module that is being built in this thread."""
 
 
 class Structure:
@@ -66,42 +63,39 @@ class Structure:
         self.module = weakref.ref(module)
         self.bytes = b""  # its pickle
         self.at = 0  # the revision of the master that it is of
-        self.codes: Codes = {}
-        self._code_at: list[int] = []  # since which revision each is known
-        self._sources: Sources | None = None  # of its code
-        self._sources_at = 0
+        self.sources: Sources | None = None  # of its code, and of all that may be sent beside it
+        self.sources_at = 0
         self._told = False  # of what makes it large
 
-    def read(self, revision: int) -> bool:
-        """Note the driver's sources, as of a revision; returns whether any is new."""
-        found = sources.current()
-        if found == self._sources:
-            return False
-        self._sources, self._sources_at = found, revision
-        return True
+    def since(self, revision: int) -> tuple[bytes | None, Sources | None]:
+        """Return what is newer than a revision: the pickle, and the sources."""
+        structure = self.bytes if self.at > revision else None
+        return structure, self.sources if self.sources_at > revision else None
 
-    def take(self, found: bytes, revision: int) -> None:
-        """Take a look over, as of a revision."""
-        self.read(revision)
-        self._code_at += [revision] * (len(self.codes) - len(self._code_at))
-        self.at = revision
-        self.bytes = found  # last: Ctrl-C before makes the next look begin again
-        if len(found) > _LARGE and not self._told:
-            self._told = True
-            _tell_of_largest(self.module())
-
-    def since(self, revision: int) -> tuple[bytes | None, bytes | None, Sources | None]:
-        """Return what is newer than a revision: the pickle, code objects, and the sources."""
-        sources = self._sources if self._sources_at > revision else None
-        if self.at <= revision:
-            return None, None, sources
-        new = [(i, code) for i, code in self.codes.values() if self._code_at[i] > revision]
-        return self.bytes, pickling.dumps(new) if new else None, sources
+    def tell_if_large(self) -> None:
+        """Warn once of the attribute that takes the most bytes in each look."""
+        module = self.module()
+        if module is None or self._told or len(self.bytes) <= _LARGE:
+            return
+        self._told = True
+        sizes: dict[str, int] = {}
+        for path, part in module.named_modules(prefix="module"):
+            for name, value in vars(part).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    with contextlib.suppress(Exception):  # parts of a TorchScript module
+                        sizes[f"{path}.{name}"] = len(look(value, lambda _: 0))
+        name = max(sizes, key=sizes.__getitem__, default="")
+        if sizes.get(name, 0) > _LARGE // 2:
+            warn(
+                f"{name} takes {sizes[name] >> 20} MB, and each forward reads it, here and in the "
+                "replicas, to see a change. Make it a buffer (register_buffer, of a tensor), which "
+                "is looked at in no time. This is said once for each module."
+            )
 
 
 class _LookPickler(pickling.Pickler):
     slot: Callable[[Tensor], int]
-    codes: Codes
+    set_on: Callable[[type], dict[str, object]]
 
     def reducer_override(self, value: Any) -> object:
         kind = type(value)
@@ -110,17 +104,11 @@ class _LookPickler(pickling.Pickler):
                 value = value.given()
             if kind in _LAZY:
                 value.detach()  # raises torch's own ValueError, as upstream's replication does
-            attributes = vars(value)
-            if attributes:  # what users set on parameters; torch.compile's notes stay here
-                own = {k: v for k, v in attributes.items() if not k.startswith("_dynamo")}
-                if own:
-                    return _tensor, (self.slot(value),), own, None, None, _set_attributes
-            return _tensor, (self.slot(value),)
+            # What users set on parameters; torch.compile's notes stay here.
+            own = vars(value) and {k: v for k, v in vars(value).items() if k[:7] != "_dynamo"}
+            return _tensor, (self.slot(value),), own or None, None, None, pickling.set_state
         if isinstance(value, nn.Module):
             return _reduce_module(value) or super().reducer_override(value)
-        if kind is types.CodeType:
-            number, _ = self.codes.setdefault(id(value), (len(self.codes), value))
-            return _code, (number,)
         if kind in _LOCKS:  # it guards what threads of one process share
             return _LOCKS[kind], ()
         if kind is torch.device and value.type == "cuda":  # a number of the driver's
@@ -130,46 +118,60 @@ class _LookPickler(pickling.Pickler):
                 return _dead, ()
             # A plain reference to a method would be dead at once.
             return (weakref.WeakMethod if kind is weakref.WeakMethod else weakref.ref), (value(),)
-        return super().reducer_override(value)
-
-    def _dynamic_function_reduce(self, func: types.FunctionType) -> tuple[object, ...]:
-        """Reduce a function of a script, as cloudpickle does. To find the submodules that it uses,
-        that looks through all loaded modules, for half a millisecond: here once for each code.
-        """
-        space, code = func.__globals__, func.__code__
-        key = id(code), *[name for name in _names(code) if name in space]
-        if key not in _reduced:
-            make, _, (_, parts), *rest = super()._dynamic_function_reduce(func)
-            uses = [*parts.pop("__globals__")]
-            # Others than the function's own are names of submodules.
-            parts = {k: None if hasattr(func, k) else part for k, part in parts.items()}
-            _reduced[key] = make, rest, uses, parts, code
-        make, rest, uses, parts, _ = _reduced[key]
-        parts = {name: getattr(func, name, part) for name, part in parts.items()}
-        parts["__globals__"] = {name: space[name] for name in uses}
-        return make, self._function_getnewargs(func), (dict(vars(func)), parts), *rest
+        reduced = super().reducer_override(value)
+        if reduced is NotImplemented and issubclass(kind, type) and issubclass(value, nn.Module):
+            found = {base: values for base in value.__mro__ if (values := self.set_on(base))}
+            if found:
+                place = sys.modules[value.__module__]
+                return operator.attrgetter(value.__qualname__), (place,), found, None, None, _put_on
+        return reduced
 
 
-_reduced: dict[tuple[object, ...], tuple[Any, ...]] = {}
-"""How functions are reduced, by the id of their code and the names of globals that are there."""
+_PLAIN = bool, int, float, str
+
+_names_set: dict[str, dict[str, object]] = {}
+"""Names of attributes that were ever set on imported classes, by the names of these."""
+
+_imported: dict[tuple[type, str], object] = {}
+"""What such attributes are in a fresh import, in a replica."""
 
 
-@functools.cache
-def _names(code: types.CodeType) -> list[str]:
-    """List the names that a code uses, of globals and of attributes."""
-    inner = [_names(part) for part in code.co_consts if isinstance(part, types.CodeType)]
-    return [*dict.fromkeys(itertools.chain(code.co_names, *inner))]
+def _set_on(kind: type) -> dict[str, object]:
+    """Collect what a program may have set on an imported class: functions of a script or of its own
+    files; and numbers, strings and flags of a class of these files. One that is gone is None.
+    """
+    own, found = sources.is_own(kind.__module__), dict(_names_set.get(str(kind), {}))
+    space = getattr(sys.modules.get(kind.__module__), "__dict__", None)
+    for name, value in () if kind in (nn.Module, object) else vars(kind).items():
+        func = value.__func__ if type(value) in (staticmethod, classmethod) else value
+        if own and type(value) in _PLAIN and not name.startswith("__"):
+            found[name] = value
+        elif type(func) is types.FunctionType and (own or func.__globals__ is not space):
+            by, defined = func.__globals__, func.__qualname__.startswith(kind.__qualname__ + ".")
+            other = sources.is_own(by.get("__name__", "")) and not (own and defined)
+            if other or pickling.home(by) is None:
+                found[name] = value
+    if found:
+        _names_set[str(kind)] = dict.fromkeys(found)
+    return found
 
 
-def look(module: object, slot: Callable[[Tensor], int], codes: Codes) -> bytes:
-    """Pickle a module's structure, with the slots of its tensors and the numbers of its code.
+def _put_on(_: type, found: dict[type, dict[str, object]]) -> None:
+    for kind, values in found.items():
+        for name, value in values.items():
+            first = _imported.setdefault((kind, name), inspect.getattr_static(kind, name, None))
+            setattr(kind, name, first if value is None else value)
+
+
+def look(module: object, slot: Callable[[Tensor], int]) -> bytes:
+    """Pickle a module's structure, with the slots of its tensors.
 
     Raises:
         TransferError: Something in it cannot be sent.
     """
     file = io.BytesIO()
     pickler = _LookPickler(file)
-    pickler.slot, pickler.codes = slot, codes
+    pickler.slot, pickler.set_on = slot, functools.cache(_set_on)
     try:
         pickler.dump(module)
     except Exception as error:
@@ -179,28 +181,8 @@ def look(module: object, slot: Callable[[Tensor], int], codes: Codes) -> bytes:
     return file.getvalue()
 
 
-def _tell_of_largest(module: nn.Module | None) -> None:
-    """Warn of the attribute that takes the most bytes in each look."""
-    sizes: dict[str, int] = {}
-    for path, part in module.named_modules(prefix="module") if module is not None else ():
-        for name, value in vars(part).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                with contextlib.suppress(Exception):  # parts of a TorchScript module
-                    sizes[f"{path}.{name}"] = len(look(value, lambda _: 0, {}))
-    name = max(sizes, key=sizes.__getitem__, default="")
-    if sizes.get(name, 0) > _LARGE // 2:
-        warn(
-            f"{name} takes {sizes[name] >> 20} MB, and each forward reads it, here and in the "
-            "replicas, to see a change. Make it a buffer (register_buffer, of a tensor), which is "
-            "looked at in no time. This is said once for each module."
-        )
-
-
 def build(
-    structure: bytes,
-    tensors: Mapping[int, Tensor],
-    codes: Mapping[int, types.CodeType],
-    device: torch.device,
+    structure: bytes, tensors: Mapping[int, Tensor], device: torch.device
 ) -> tuple[nn.Module, set[int]]:
     """Build a module from a look, with tensors in the places of their slots; returns the slots that
     it has, too.
@@ -208,7 +190,7 @@ def build(
     for tensor in tensors.values():
         vars(tensor).clear()
     used: set[int] = set()
-    vars(_building).update(tensors=tensors, codes=codes, device=device, used=used)
+    vars(_building).update(tensors=tensors, device=device, used=used)
     try:
         module: nn.Module = pickle.loads(structure)
     finally:
@@ -219,31 +201,21 @@ def build(
     return module, used
 
 
-def refuse_unreplicable(module: nn.Module) -> None:
-    """Raise upstream's errors for modules that it cannot replicate either."""
-    for child in module.modules():
-        for tensor in (*child._parameters.values(), *child._buffers.values()):
-            if isinstance(tensor, _LAZY):
-                tensor.detach()  # raises torch's own ValueError
-        if isinstance(child, torch.jit.ScriptModule):
-            _refuse_python_below(child)
-
-
 def check_devices(module: nn.Module) -> None:
     """Raise upstream's error for a module with parameters and buffers on several devices (row F1).
 
     Walks by itself, in half the time of `parameters`: it runs before each forward in place.
     """
-    first: torch.device | None = None
+    found: dict[torch.device, None] = {}
     for child in module.modules():
-        for tensor in (*child._parameters.values(), *child._buffers.values()):
-            if tensor is not None and tensor.device != first:
-                if first is not None:
-                    raise RuntimeError(
-                        "module must have its parameters and buffers on device "
-                        f"{first} (device_ids[0]) but found one of them on device: {tensor.device}"
-                    )
-                first = tensor.device
+        rows = child._parameters.values(), child._buffers.values()
+        found.update(dict.fromkeys([t.device for row in rows for t in row if t is not None]))
+    if len(found) > 1:
+        first, other, *_ = found
+        raise RuntimeError(
+            f"module must have its parameters and buffers on device {first} (device_ids[0]) but "
+            f"found one of them on device: {other}"
+        )
 
 
 def _refuse_python_below(script: torch.jit.ScriptModule) -> None:
@@ -256,16 +228,8 @@ def _tensor(slot: int) -> Tensor:
     return _building.tensors[slot]  # type: ignore[no-any-return]
 
 
-def _code(number: int) -> types.CodeType:
-    return _building.codes[number]  # type: ignore[no-any-return]
-
-
 def _device() -> torch.device:
     return _building.device  # type: ignore[no-any-return]
-
-
-def _set_attributes(tensor: Tensor, attributes: dict[str, object]) -> None:
-    vars(tensor).update(attributes)
 
 
 def _dead() -> weakref.ref[set[object]]:
@@ -276,8 +240,13 @@ def _reduce_module(module: nn.Module) -> tuple[object, ...] | None:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return _reduce_script(module)
+    if isinstance(module, torch.fx.GraphModule):
+        # A replica traces its code with torch's own tracer, and then gives it hooks and methods.
+        make, (state, imports) = module.__reduce__()
+        own = [k for k, v in state.items() if k == "_tracer_cls" or type(v) is types.MethodType]
+        return make, ({k: v for k, v in state.items() if k not in own}, imports), state
     new: tuple[object, ...] = copyreg.__newobj__, (kind,)  # type: ignore[attr-defined]
-    state: Any = vars(module)
+    state = vars(module)
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         new = _new_parametrized, (kind.__mro__[1], tuple(state["_modules"]["parametrizations"]))
     elif (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__):
@@ -320,18 +289,14 @@ def _reduce_script(module: torch.jit.ScriptModule) -> tuple[object, ...]:
     file = io.BytesIO()
     torch.jit.save(module, file)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return _load_script, (file.getvalue(), tensors, [m.training for m in module.modules()])
+    return _load_script, (file.getvalue(), tensors)
 
 
-def _load_script(
-    saved: bytes, tensors: dict[str, Tensor], training: Sequence[bool]
-) -> torch.jit.ScriptModule:
+def _load_script(saved: bytes, tensors: dict[str, Tensor]) -> torch.jit.ScriptModule:
     module = torch.jit.load(io.BytesIO(saved))
     for path, tensor in tensors.items():
         *parents, name = path.split(".")
         setattr(functools.reduce(getattr, parents, module), name, tensor)
-    for child, mode in zip(module.modules(), training, strict=True):
-        child.training = mode
     return module  # type: ignore[no-any-return]
 
 
@@ -341,8 +306,7 @@ def _enter_recorded(module: nn.Module) -> None:
     """
     for name in ("transformers.utils.output_capturing", "transformers.utils.generic"):
         registry = getattr(sys.modules.get(name), "_CAN_RECORD_REGISTRY", None)
-        if isinstance(registry, dict):
-            for child in module.modules():
-                outputs = getattr(child, "_can_record_outputs", None)
-                if outputs is not None:
-                    dict.setdefault(registry, str(type(child)), outputs)
+        for child in module.modules():
+            outputs = getattr(child, "_can_record_outputs", None)
+            if isinstance(registry, dict) and outputs is not None:
+                dict.setdefault(registry, str(type(child)), outputs)

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raydp_parallel.devices import ambient
 from raydp_parallel.devices.layout import Layout, Row, alone, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
+from raydp_parallel.state import sources
 from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner
 from raydp_parallel.state.look import Structure, check_devices, look
 from raydp_parallel.state.run import (
@@ -101,10 +102,8 @@ class Master:
 
     # Look.
 
-    def sync(self, code: bool = False) -> None:
-        """Find out what changed since the last look, and number the state if something did. With
-        ``code`` a function is sent besides, whose module may be new.
-        """
+    def sync(self) -> None:
+        """Find out what changed since the last look, and number the state if something did."""
         known, found = self.records, dict[int, Tracked]()
 
         def slot(tensor: Tensor) -> int:
@@ -115,12 +114,16 @@ class Master:
             return one.slot
 
         self._looked, self._updates = self.revision, {}
-        structure = look(self.module, slot, self.structure.codes)
-        if structure != self.structure.bytes:
-            self._restructure(found)
-            self.structure.take(structure, self.revision)
-        elif code and self.structure.read(self.revision + 1):
+        last, texts = self.structure, sources.current()
+        if texts != last.sources:
             self.revision += 1
+            last.sources, last.sources_at = texts, self.revision
+        structure = look(self.module, slot)
+        if structure != last.bytes:
+            self._restructure(found)
+            last.at = self.revision
+            last.bytes = structure  # last: Ctrl-C before makes the next look begin again
+            last.tell_if_large()
         self._look_at_tensors()
 
     def _look_at_tensors(self) -> None:
@@ -349,11 +352,10 @@ class Master:
         sent = {o.slot: o.tensor for o in changed if o.place is None or not maps} | weights
         # Detached, which never become ones that lag.
         contents = {slot: t.detach() for slot, t in sent.items() if slot not in run.views}
-        structure, code, sources = self.structure.since(revision)
+        structure, texts = self.structure.since(revision)
         news = StateNews(
             structure=structure,
-            code=code,
-            sources=sources,
+            sources=texts,
             specs=specs,
             run=run.spec if laid else None,
             ranges=tuple(ranges),

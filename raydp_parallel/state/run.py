@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from raydp_parallel.devices import memory
 from raydp_parallel.devices.layout import Layout, part, specs_of
+from raydp_parallel.wire import pickling
 from raydp_parallel.wire.messages import RunSpec
 from raydp_parallel.wire.windows import Window
 
@@ -80,7 +81,7 @@ def bits(t: Tensor) -> Tensor:
     t = t.detach()
     if t.layout is not torch.strided or t.is_nested or t.is_quantized or type(t) is not Tensor:
         file = io.BytesIO()
-        torch.save(t, file)
+        torch.save(t, file, pickling)
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()

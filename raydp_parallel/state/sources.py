@@ -12,6 +12,7 @@ classes and functions are sent by value.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.util
 import logging
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from raydp_parallel.errors import SourceMismatch
+from raydp_parallel.errors import SourceMismatch, warn
 
 log = logging.getLogger("raydp_parallel")
 
@@ -38,7 +39,7 @@ class Source(NamedTuple):
     """The text of a module, from a file of the driver."""
 
     file: str
-    folders: tuple[str, ...] | None  # where a package's submodules are; None for a plain module
+    folders: tuple[str, ...]  # where a package's submodules are; none for a plain module
     text: bytes
 
 
@@ -49,6 +50,7 @@ class Sources(NamedTuple):
     modules: dict[str, Source]  # the user's own that it has loaded, by name
 
 
+_MARKS = {"site-packages", "dist-packages", "thirdparty_files"}  # the last one has Ray's own copies
 _HOMES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _HOMES += [*site.getsitepackages(), site.getusersitepackages()]
 _HOMES += [*map(os.path.realpath, _HOMES), os.path.dirname(os.path.dirname(__file__))]
@@ -56,7 +58,7 @@ _HOMES += [*map(os.path.realpath, _HOMES), os.path.dirname(os.path.dirname(__fil
 
 def _is_installed(path: str) -> bool:
     """Tell if a file is Python's, this package's or an installed package's."""
-    if not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
+    if not _MARKS.isdisjoint(path.split(os.sep)):
         return True
     return any(path.startswith(home + os.sep) for home in _HOMES)
 
@@ -71,6 +73,10 @@ def _spec(name: str) -> Any:
     return getattr(sys.modules.get(name), "__spec__", None)
 
 
+def _file(name: str) -> str:
+    return str(getattr(_spec(name), "origin", None))
+
+
 def _source(name: str) -> Source | None:
     spec = _spec(name)
     if spec is None:
@@ -82,18 +88,14 @@ def _source(name: str) -> Source | None:
     found = None
     plain = isinstance(file, str) and file.endswith(".py") and spec.has_location
     if plain and not _is_installed(os.path.abspath(file)) and name.partition(".")[0] != "ray":
-        try:
+        text = None
+        with contextlib.suppress(OSError, AttributeError):
             text = spec.loader.get_data(file)
-        except (OSError, AttributeError):
-            text = None
         if text is not None and _is_outdated(module, file, text):
             log.warning("%s was changed after its import: its code is sent by value", file)
             cloudpickle.register_pickle_by_value(module)
         elif text is not None:
-            if name in cloudpickle.list_registry_pickle_by_value() and name in _read:
-                cloudpickle.unregister_pickle_by_value(module)  # it was loaded again
-            folders = spec.submodule_search_locations
-            found = Source(file, None if folders is None else tuple(folders), text)
+            found = Source(file, tuple(spec.submodule_search_locations or ()), text)
     _read[name] = spec, found
     return found
 
@@ -143,6 +145,11 @@ def current() -> Sources:
     return _latest
 
 
+def is_own(name: str) -> bool:
+    """Tell if a module is the driver's own."""
+    return name in _latest.modules or name in _FINDER.modules
+
+
 # In a replica.
 
 
@@ -151,13 +158,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):  # type
 
     def __init__(self) -> None:
         self.modules: dict[str, Source] = {}  # if loaded, then from these texts
+        self.installed: set[str] = set()  # modules of installed places, loaded before all these
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Find one of the driver's modules."""
         source = self.modules.get(name)
         if source is None:
             return None
-        folders = None if source.folders is None else [*source.folders]
+        folders = [*source.folders] or None
         return importlib.util.spec_from_file_location(
             name, source.file, loader=self, submodule_search_locations=folders
         )
@@ -175,21 +183,27 @@ _FINDER = _Finder()
 
 
 def follow(sources: Sources) -> None:
-    """Import the driver's modules from now on.
+    """Import the driver's modules from now on. A package that Ray loads from an installed place,
+    as it does with some of its own, stays what it is.
 
     Raises:
         SourceMismatch: One of them is loaded already, from another text.
     """
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+        _FINDER.installed = {name for name in sys.modules if _is_installed(_file(name))}
     for name, source in sources.modules.items():
         loaded = _FINDER.modules.get(name) or _source(name)
+        if name.partition(".")[0] in _FINDER.installed:
+            if "." not in name:
+                warn(f"replicas use the {name!r} of {_file(name)}, not that of {source.file}")
+            continue
         if name in sys.modules and (loaded is None or loaded.text != source.text):
             raise SourceMismatch(
-                f"module {name!r} of a replica is not the driver's, which was loaded from "
-                f"{source.file}"
+                f"module {name!r} of a replica is {_file(name)}, not the driver's {source.file}: "
+                "Ray's runtime_env or PYTHONPATH has it first. Let both find one, or rename it"
             )
-    _FINDER.modules.update(sources.modules)
+        _FINDER.modules[name] = source
     for path in sources.paths:
         if path not in sys.path:
             sys.path.append(path)

@@ -154,20 +154,20 @@ class Channel:
         if new is not None:
             self._theirs[number] = Layout(new)
         windows = [Window(n, fd, private=True) for n, fd in zip(shared, fds, strict=True)]
-        layout = self._theirs[number]
+        layout, device = self._theirs[number], device or self._device
         self.moved[1] += layout.size
         self.phase = ""
         if not layout.specs:
-            return codec.decode(data, [], windows)
+            return codec.decode(data, [], windows, device)
         window = self._in.get(near, _NOTHING)
-        row, self._reading = memory.upload(layout, window, device or self._device)
+        row, self._reading = memory.upload(layout, window, device)
         if total is not None and memory.total(row.memory[: layout.size]) != total:
             raise TransferError(
                 f"a message between driver and replica came with other bytes than were sent, by "
                 f"the way {'ipc' if near else 'host'!r}: the values of this step are lost. "
                 "Options(gpu_paths=('host',)) leaves the faster ways out"
             )
-        return codec.decode(data, row, windows)
+        return codec.decode(data, row, windows, device)
 
     def drop_windows(self) -> None:
         """Make new windows for the next messages."""

@@ -23,7 +23,9 @@ from raydp_parallel.wire import pickling
 from raydp_parallel.wire.windows import Window
 
 _opening: ContextVar[Any] = ContextVar("opening")
-"""The tensors, in some memory, and the windows of the message that is opened."""
+"""The tensors, in some memory, and the windows of the message that is opened, and the device that
+its tensors go to.
+"""
 
 
 def _tensor(number: int, grad: bool = False) -> Tensor:
@@ -47,9 +49,9 @@ def _row(begin: int, after: int, present: bytes | None) -> Row:
     return row
 
 
-def decode(data: bytes, tensors: list[Tensor], windows: Sequence[Window] = ()) -> Any:
-    """Rebuild a value around its tensors."""
-    token = _opening.set((tensors, windows))
+def decode(data: bytes, row: list[Tensor], windows: Sequence[Window], device: torch.device) -> Any:
+    """Rebuild a value around its tensors, on a device."""
+    token = _opening.set((row, windows, device))
     try:
         return pickle.loads(data)
     finally:
@@ -70,14 +72,14 @@ class Parcel(NamedTuple):
 
     def load(self, tensors: list[Tensor] | None = None) -> Any:
         """Rebuild the value, with other tensors if they are given."""
-        return decode(self.skeleton, self.tensors if tensors is None else tensors)
+        return decode(self.skeleton, tensors or self.tensors, (), torch.device("cpu"))
 
 
 class _ValuePickler(pickling.Pickler):
     tensors: list[Tensor]
 
     def reducer_override(self, value: object) -> pickling.Reduced:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not (type(value) is Tensor and value.is_meta):
             self.tensors.append(value.given() if isinstance(value, StandIn) else value)
             return _tensor, (len(self.tensors) - 1,)
         return super().reducer_override(value)
@@ -162,7 +164,8 @@ def _reduce_subclass(value: Tensor) -> pickling.Reduced:
 
 def _reduce_whole(value: Tensor) -> pickling.Reduced:
     file = io.BytesIO()
-    torch.save(value.detach().clone(), file)  # a clone: the storage may hold other tensors
+    # A clone: the storage may hold other tensors.
+    torch.save(value.detach().clone(), file, pickling)
     return _saved, (file.getvalue(), value.requires_grad)
 
 
@@ -184,15 +187,8 @@ def _subclass(plain: Tensor, kind: bytes, grad: bool) -> Tensor:
 
 
 def _saved(data: bytes, grad: bool) -> Tensor:
-    made: Tensor = torch.load(io.BytesIO(data), map_location=_here, weights_only=False)
-    return made.requires_grad_(grad)
-
-
-def _here(storage: Any, place: str) -> Any:
-    """Keep what lay on the sender's GPU on this process's: its number may be another one here."""
-    if not place.startswith("cuda"):
-        return None
-    return storage.cuda() if torch.cuda.is_initialized() else storage
+    made: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    return made.to(_opening.get()[2]).requires_grad_(grad)
 
 
 Flat = tuple[bytes, bytes, "np.ndarray[Any, Any]"]
@@ -217,4 +213,4 @@ def unflat(parts: Flat, device: torch.device) -> Any:
     # NumPy gives an empty array a stride of 0, which torch views as no other dtype.
     memory = torch.from_numpy(np.array(data)).as_strided(data.shape, (1,))
     row, _ = upload(layout, Run(memory), device)
-    return decode(body, row)
+    return decode(body, row, (), device)

@@ -57,7 +57,6 @@ class StateNews(NamedTuple):
     """Changes of the master since the state that a replica has, but for contents."""
 
     structure: bytes | None  # the module without contents of tensors; None if it is as it was
-    code: bytes | None  # code objects that the structure names by number, pickled
     sources: Any  # the driver's modules, see `state.sources`; None if nothing is new
     specs: dict[int, SlotSpec]  # of tensors that are new, or of another geometry, by slot
     run: RunSpec | None  # where contents lie in the run; None if that is as it was

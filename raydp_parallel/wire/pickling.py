@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copyreg
+import contextvars
 import functools
 import importlib
 import io
-import logging
 import operator
 import pickle
 import sys
 import types
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import cloudpickle
@@ -55,24 +55,76 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if _is_renamed(value):
                 return getattr, (sys.modules[value.__module__], value.__name__)
             return super().reducer_override(value)
+        if kind is types.FunctionType and value.__globals__.get("__name__") == "__main__":
+            # `functools.wraps` may have given it the name of a function of an imported module.
+            return self._dynamic_function_reduce(value)
         name = stream_name(value)
         if name is not None:
             return getattr, (sys, name)
         if isinstance(value, _OPERATORS):
             return operator.attrgetter(str(value)), (torch.ops,)
         if _delegates(kind):
-            return copyreg.__newobj__, (kind,), _state(value), None, None, _set_state  # type: ignore[attr-defined]
-        if kind is logging.StreamHandler:
-            state = {key: part for key, part in vars(value).items() if key != "lock"}
-            return logging.StreamHandler, (), state, None, None, _set_state
+            return *object.__reduce_ex__(value, self.proto), set_state
+        if kind is types.GeneratorType:
+            raise TypeError("return or give a list or a tuple, instead of yielding")
+        if kind is Tensor and value.is_meta:
+            raise TypeError("on the device 'meta' it has no contents; make it on the CPU or a GPU")
         if isinstance(value, io.TextIOWrapper):
             # cloudpickle would send a copy of its contents
             raise TypeError("cannot pickle an open file")
-        if isinstance(value, types.ModuleType) and kind is not types.ModuleType:
+        if isinstance(value, types.ModuleType):
             return _reduce_module(value)
+        if kind is ContextVar:
+            return _reduce_variable(value)
         if isinstance(value, torch.jit.ScriptFunction):
             return _reduce_script_function(value)
         return super().reducer_override(value)
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> Reduced:
+        """Reduce a function that pickle finds under no name, as cloudpickle does; but one of an
+        imported module gets that module's globals, not copies of those that it uses.
+
+        To find the submodules that a function uses cloudpickle looks through all loaded modules,
+        for half a millisecond: here once for each code.
+        """
+        space, code = func.__globals__, func.__code__
+        module, there = home(space), [*space]
+        known = _reduced.get(id(code))
+        if known is None or known[0] != there:
+            make, _, (_, parts), *rest = super()._dynamic_function_reduce(func)
+            uses = [*parts.pop("__globals__")]
+            # Others than the function's own are names of submodules.
+            parts = {k: None if hasattr(func, k) else part for k, part in parts.items()}
+            if len(_reduced) == 4096:
+                _reduced.clear()
+            known = _reduced[id(code)] = there, make, rest, uses, parts, code
+        _, make, rest, uses, parts, _ = known
+        parts = {name: getattr(func, name, part) for name, part in parts.items()}
+        arguments = self._function_getnewargs(func)
+        if module is not None:
+            make, arguments, uses = _make_in, (module, code, arguments[-1]), []
+        parts["__globals__"] = {name: space[name] for name in uses}
+        return make, arguments, (dict(vars(func)), parts), *rest
+
+
+_reduced: dict[int, tuple[Any, ...]] = {}
+"""How functions are reduced, by the id of their code, which is held: begins with the names of their
+globals, of which a later one may be another one that the code uses.
+"""
+
+
+def home(space: dict[str, Any]) -> types.ModuleType | None:
+    """The module whose globals these are, if another process gets it by its name."""
+    name = str(space.get("__name__"))
+    found, package = sys.modules.get(name), name.partition(".")[0]
+    by_value = [other.partition(".")[0] for other in cloudpickle.list_registry_pickle_by_value()]
+    by_name = space.get("__spec__") is not None and package not in ("__main__", "__mp_main__")
+    mine = by_name and package not in by_value and getattr(found, "__dict__", None) is space
+    return found if mine else None
+
+
+def _make_in(home: types.ModuleType, code: types.CodeType, closure: Any) -> types.FunctionType:
+    return types.FunctionType(code, vars(home), closure=closure)
 
 
 def _reduce_cache(value: Any) -> Reduced:
@@ -111,14 +163,29 @@ Pickler.dispatch_table = collections.ChainMap(
 
 
 def _reduce_module(value: types.ModuleType) -> Reduced:
-    """Reduce a module of a class of its own, such as `torch.ops`, to its name."""
+    """Reduce a module to its name, also one of a class of its own, such as `torch.ops`, or without
+    an entry of its own, such as `torch._C._functions`.
+    """
     name = value.__name__
-    if sys.modules.get(name) is value:
-        return importlib.import_module, (name,)
     parent, _, last = name.rpartition(".")
-    if getattr(sys.modules.get(parent), last, None) is value:
-        return getattr, (sys.modules[parent], last)
-    return NotImplemented
+    if sys.modules.get(name) is value:
+        plain = type(value) is types.ModuleType
+        return NotImplemented if plain else (importlib.import_module, (name,))
+    found = getattr(sys.modules.get(parent), last, None) is value
+    return (getattr, (sys.modules[parent], last)) if found else NotImplemented
+
+
+@functools.lru_cache(256)
+def _reduce_variable(value: ContextVar[object]) -> Reduced:
+    """Reduce a context variable to its name in an imported module, or to a new one like it."""
+    for module in [*sys.modules.values()]:
+        for name, part in [*getattr(module, "__dict__", {}).items()]:
+            if part is value and home(vars(module)) is module:
+                return getattr, (module, name)
+    default = {}
+    with contextlib.suppress(LookupError):
+        default["default"] = contextvars.Context().run(value.get)
+    return functools.partial(ContextVar, value.name, **default), ()
 
 
 def _reduce_script_function(value: Any) -> Reduced:
@@ -132,12 +199,11 @@ def stream_name(value: object) -> str | None:
     value.
     """
     for name in ("stdout", "stderr", "stdin"):
-        if value is getattr(sys, name) or value is getattr(sys, f"__{name}__"):
+        if value is getattr(sys, name):
             return name
-    # the original stream, where a notebook, a test or Ray has replaced it
-    if type(value) is io.TextIOWrapper:
-        return _NAMES.get(getattr(value, "name", None))
-    return None
+    # The original stream, where a notebook, a test or Ray has replaced it.
+    opened = type(value) is io.TextIOWrapper
+    return _NAMES.get(getattr(value, "name", None)) if opened else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,16 +228,7 @@ def _is_renamed(kind: type) -> bool:
     return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
-def _state(value: object) -> tuple[object, dict[str, object]]:
-    """An object's attributes and the values of its slots, read without its own `__getattr__`."""
-    found: dict[str, object] = {}
-    for name in ("__dict__", *copyreg._slotnames(type(value))):  # type: ignore[attr-defined]
-        with contextlib.suppress(AttributeError):
-            found[name] = object.__getattribute__(value, name)
-    return found.pop("__dict__", {}), found
-
-
-def _set_state(value: object, state: Any) -> None:
+def set_state(value: object, state: Any) -> None:
     """Set an object's attributes without its own `__setattr__`."""
     attributes, slots = state if isinstance(state, tuple) else (state, {})
     if attributes:

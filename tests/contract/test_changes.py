@@ -16,6 +16,7 @@ import random
 import types
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -1083,9 +1084,70 @@ class AroundScript(nn.Module):
         return self.last(self.script(x) + self.again(x))
 
 
+SHARED = ContextVar("other name", default=3.0)
+
+
+def variables() -> nn.Module:
+    """A function that uses a context variable of a module, in an object, and one of its own."""
+    config, own = Config(), ContextVar("own", default=2.0)
+    config.variable = SHARED
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        assert config.variable is SHARED
+        return x * net.weight * own.get() * SHARED.get()
+
+    return Apply(forward, weight=nn.Parameter(torch.ones(3)))
+
+
+def once_differentiable() -> nn.Module:
+    """A function of a script, of which torch makes another one that uses modules of torch's own
+    that have no entry in ``sys.modules``.
+    """
+    functions = torch._C._functions
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            assert functions is torch._C._functions
+            return 2 * ctx.saved_tensors[0] * grad
+
+    return Apply(lambda net, x: Square.apply(net.layer(x)), layer=nn.Linear(3, 2))
+
+
+def hooked() -> nn.Module:
+    """A graph with a hook."""
+    net = torch.fx.symbolic_trace(nn.Linear(3, 4))
+    net.register_forward_hook(lambda net, inputs, output: output * 3)
+    return net
+
+
+def exported() -> nn.Module:
+    net, size = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(), torch.export.Dim.DYNAMIC
+    found = torch.export.export(net, (torch.ones(2, 3),), dynamic_shapes=({0: size},)).module()
+    found.eval = lambda: found  # its own raises
+    return found
+
+
+def frozen() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), torch.jit.freeze(scripted().eval()))
+    net.eval = lambda: net  # torch's own gives back what freezing took
+    return net
+
+
 REFUSING: dict[str, Callable[[], nn.Module]] = {
+    "context variables": variables,
+    "once differentiable": once_differentiable,
+    "graph with a hook": hooked,
+    "exported": exported,
     "weak references": Referring,
     "scripted": scripted,
+    "frozen": frozen,
     "traced": traced,
     "below python": AroundScript,
     "graph": lambda: torch.fx.symbolic_trace(

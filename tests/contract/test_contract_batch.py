@@ -16,6 +16,7 @@ import torch
 from harness import Apply, assert_same_grads, raised, same, trio
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.testing._internal.two_tensor import TwoTensor
 
 from raydp_parallel import DataParallel, parallel_apply, replicate
 from raydp_parallel.batch import containers
@@ -114,6 +115,24 @@ def test_S3_replicas_get_plain_tensors_of_the_same_class_and_layout() -> None:
     ours, theirs = outputs(look, x, nn.Parameter(torch.ones(4)), torch.ones(4).as_subclass(Marked))
     same(ours, theirs)
     assert ours.all()
+
+
+def test_S3_tensors_of_odd_classes_are_inputs_and_weights() -> None:
+    """A class that a function defines, and one made of other tensors, which has no memory."""
+
+    class Local(Tensor):
+        """Has no name that another process knows."""
+
+    kinds: dict[Callable[[Tensor], Tensor], Callable[[Any], Any]] = {
+        lambda t: t.as_subclass(Local): lambda t: t.tolist(),
+        lambda t: TwoTensor(t, t + 1): lambda t: (t.a.tolist(), t.b.tolist()),
+    }
+    for make, shown in kinds.items():
+        net = Apply(lambda net, x: x * net.factor, factor=nn.Parameter(make(torch.ones(1, 3))))
+        model, x = DataParallel(net, TWO), make(torch.randn(4, 3))
+        for _ in range(2):
+            assert shown(model(x)) == shown(net(x))
+            net.factor.data.mul_(2)
 
 
 def test_S4_scalar_tensors_reach_every_replica_and_collect_gradients() -> None:

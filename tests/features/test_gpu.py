@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
-import io
 import json
 import os
 import socket
@@ -26,6 +25,7 @@ import torch
 from fake_gpu import FakeGpus, installed, near_replicas
 from mortal import arm
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from benchmarks import gpu_host, on_gpu
 from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
@@ -491,13 +491,12 @@ def test_windows_are_no_segments_that_grow(gpus: FakeGpus, monkeypatch: pytest.M
     assert gpus.expandable
 
 
-def test_odd_tensors_name_no_gpu_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be another one here, or none."""
-    file = io.BytesIO()
+def test_odd_tensors_go_where_plain_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the sender's GPU may be another one here, or none."""
     monkeypatch.setattr(torch.serialization, "location_tag", lambda _: "cuda:3")
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    torch.save(torch.arange(3), file)
-    assert codec._saved(file.getvalue(), False).tolist() == [0, 1, 2]
+    odd = TwoTensor(torch.ones(3), torch.ones(3))
+    for place in ("cpu", "meta"):
+        assert codec.unflat(codec.flat(odd), torch.device(place)).a.device.type == place
 
 
 def test_a_step_asks_the_host_for_little() -> None:

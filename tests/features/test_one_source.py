@@ -4,6 +4,7 @@ silence.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 import ray
 import torch
 from harness import printed
+from torch import nn
 
 from raydp_parallel import DataParallel
 
@@ -155,3 +157,74 @@ def test_a_file_that_changes_before_a_successor_starts(
     assert computed(model) == 2.0
     executor.grow()
     assert computed(model) == 2.0
+
+
+PATCHED = """
+from torch import nn
+
+class Base(nn.Module):
+    scale = 1.0
+
+    def factor(self):
+        return 1.0
+
+    @staticmethod
+    def shift():
+        return 0.0
+
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Tanhshrink()
+
+    def forward(self, x):
+        return self.act(x * self.scale * self.factor() + self.shift())
+"""
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A script's function, with the name of the one that it calls."""
+    space = {"function": function, "functools": functools, "__name__": "__main__"}
+    exec("made = functools.wraps(function)(lambda *args: function(*args) * 3)", space)
+    made: Any = space["made"]
+    return made
+
+
+SET: dict[str, Callable[[Any, Callable[..., None]], None]] = {
+    "method": lambda nets, put: put(nets.Net, "forward", lambda self, x: x * 7),
+    "method of the same name": lambda nets, put: put(
+        nets.Net, "forward", wrapped(nets.Net.forward)
+    ),
+    "method of a base": lambda nets, put: put(nets.Base, "factor", lambda self: 3.0),
+    "function of a base": lambda nets, put: put(nets.Base, "shift", staticmethod(lambda: 2.0)),
+    "number of a base": lambda nets, put: put(nets.Base, "scale", 5.0),
+    "method of torch": lambda nets, put: put(nn.Tanhshrink, "forward", lambda self, x: x * 7),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_what_is_set_on_an_imported_class(
+    modules: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Replicas have it, before and after the first forward, and no more once it is put back."""
+    nets = modules("one", patched=PATCHED)
+    net, other = nets.Net(), nets.Net()
+    model, late = DataParallel(net, ["cpu", "cpu"]), DataParallel(other, ["cpu", "cpu"])
+    before = net(ONES)
+    for _ in range(2):
+        assert torch.equal(model(ONES), before)
+        with monkeypatch.context() as patch:
+            SET[name](nets, patch.setattr)
+            assert not torch.equal(net(ONES), before)
+            assert torch.equal(model(ONES), net(ONES))
+            assert torch.equal(late(ONES), net(ONES))
+
+
+def test_a_package_that_ray_has_a_copy_of(
+    modules: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers load it before the driver's can come: they keep theirs, and a warning says so."""
+    monkeypatch.delitem(sys.modules, "psutil", raising=False)
+    modules("libs", psutil="OWN = True")
+    with pytest.warns(UserWarning, match=r"use the 'psutil' of .*thirdparty_files.*not .*libs"):
+        DataParallel(nn.Identity(), ["cpu", "cpu"])(ONES)

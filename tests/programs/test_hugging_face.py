@@ -146,3 +146,19 @@ def test_generate_says_how_to_call_it() -> None:
         model.generate(torch.zeros(2, 3, dtype=torch.int64))
     found = model.call("generate", torch.ones(2, 3, dtype=torch.int64), max_new_tokens=2)
     assert found.shape == (2, 5)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "BertModel"])
+def test_a_model_that_has_shown_its_layers(kind: str) -> None:
+    """Transformers leaves hooks on them, which find the values to fill in a module of its own."""
+    made = getattr(transformers, kind)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "attn_implementation": "eager", "use_cache": False}
+    net = made(made.config_class(vocab_size=48, **sizes, **heads)).eval()
+    ids, shown = torch.randint(48, (4, 6)), {"output_hidden_states": True}
+    net(ids, output_attentions=True, **shown)
+    model = DataParallel(net, ["cpu", "cpu"])
+    for settings in (shown, {}, {"output_attentions": True}):
+        ours, plain = model(ids, **settings), net(ids, **settings)
+        assert ours.keys() == plain.keys()
+        torch.testing.assert_close(ours.to_tuple(), plain.to_tuple())

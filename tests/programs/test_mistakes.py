@@ -59,12 +59,30 @@ class Boxed(Net):
         return Box()
 
 
+class Yielding(Net):
+    """Returns a generator."""
+
+    def forward(self, x: Any, y: Any = None) -> Any:
+        yield super().forward(x)
+
+
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a device instead of a list": (lambda: DataParallel(Net(), "cuda"), "give a list, such as"),
     "a GPU that is not there": (lambda: DataParallel(Net(), [0, 7]), "not in the cluster.*Use"),
     "CUDA outputs without CUDA": (lambda: DataParallel(Net(), CPUS, "cuda:0"), "Leave it out"),
     "a module on meta": (lambda: DataParallel(Net().to("meta"), CPUS), "to_empty.*before"),
-    "a generator in the module": (with_generator, r"module.stream is a .*generator.*Leave it out"),
+    "a generator in the module": (
+        with_generator,
+        r"module.stream is a .*generator.*a list or a tuple",
+    ),
+    "yield in forward": (
+        lambda: DataParallel(Yielding(), CPUS)(X),
+        "output is.*a tuple, instead of yield",
+    ),
+    "an input without contents": (
+        lambda: call(id, X, {"rows": X.to("meta")}),
+        r"^TransferError: inputs\[1\]\['rows'\] is a torch.Tensor.*'meta'.*make it on the CPU",
+    ),
     "arguments of two sizes": (lambda: call(id, X, torch.ones(2)), "give all arguments one size"),
     "breakpoint() in forward": (
         lambda: call(lambda net: breakpoint()),
