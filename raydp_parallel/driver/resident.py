@@ -220,7 +220,7 @@ class Resident:
             master.edited = False  # replicas get all with the next call
 
     def spread(self) -> None:
-        """Give newcomers the steps that only replicas have, whatever model is called. What goes
+        """Give newcomers the steps that only replicas have, whatever model is called; what goes
         wrong is said with the next call of this one.
         """
         try:

@@ -23,6 +23,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from raydp_parallel.batch import containers
 from raydp_parallel.errors import TransferError
@@ -76,6 +77,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_module(value)
         if kind is ContextVar:
             return _reduce_variable(value)
+        # Tensors of a message go to the receiver's GPU; torch wants these on the CPU.
+        if kind is PackedSequence:
+            return _pack, (value.data, value.batch_sizes.tolist(), *value[2:])
+        if kind is torch.Generator and value.device.type == "cpu":
+            return _seed, (value.get_state().tolist(),)
         if isinstance(value, torch.jit.ScriptFunction):
             return _reduce_script_function(value)
         return super().reducer_override(value)
@@ -105,6 +111,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             make, arguments, uses = _make_in, (module, code, arguments[-1]), []
         parts["__globals__"] = {name: space[name] for name in uses}
         return make, arguments, (dict(vars(func)), parts), *rest
+
+
+def _pack(data: Tensor, sizes: list[int], *order: Tensor | None) -> PackedSequence:
+    return PackedSequence(data, torch.tensor(sizes, device="cpu"), *order)
+
+
+def _seed(state: list[int]) -> torch.Generator:
+    return torch.Generator("cpu").set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
 
 
 _reduced: dict[int, tuple[Any, ...]] = {}

@@ -96,8 +96,8 @@ class Holder:
     [
         ([], ValueError, ["device_ids=[]", "every GPU", "'cpu'"]),
         ((), ValueError, ["names no device"]),
-        ([0, 7], PlacementError, ["[7]", "GPUs 0 to 1", "'cpu'"]),
-        (["cuda:9"], PlacementError, ["[9]"]),
+        ([0, 7], PlacementError, ["[7]", "Use [0, 1]", "'cpu'"]),
+        (["cuda:9"], PlacementError, ["cuda:9"]),
         ([-1], ValueError, ["-1", "ints from 0"]),
         ("cpu", TypeError, ["'cpu'", "list"]),
         (2, TypeError, ["2", "list"]),

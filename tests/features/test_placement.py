@@ -135,7 +135,7 @@ def test_a_node_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     """It was a KeyError."""
     monkeypatch.setattr(ray_api, "here", str)
     monkeypatch.setattr(ray_api, "draining", frozenset)
-    monkeypatch.setattr(ray_api.ray, "nodes", lambda: [{"NodeID": "a", "Alive": False}])
+    monkeypatch.setattr(placement, "nodes", list)
     with pytest.raises(ClusterError, match="this program's Ray node is gone"):
         at_home([Place("cpu", 0)], Options())
 
