@@ -450,6 +450,27 @@ def test_B6_a_hook_made_in_forward_sees_the_sum_of_siblings(model):
     return three.detach(), last, x.grad
 
 
+class Doubled(Function):
+    """Has a backward that torch cannot differentiate by its argument."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.mul(grad, 2, out=torch.empty_like(grad))
+
+
+@alike(made_of(inner=(3, 4))(lambda net, x: Doubled.apply(net.inner(x).tanh())))
+def test_B6_create_graph_through_what_cannot_be_differentiated(model):
+    """It need not be, as the gradient that it gets requires none."""
+    x = leaf(6, 3)
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return grad.detach(), x.grad
+
+
 @made_of(trunk=(3, 4), one=(4, 2), two=(4, 2))
 def two_heads(net, x):
     """A trunk and two heads."""
@@ -945,6 +966,16 @@ def test_B12_output_holds_the_graph(quiet_gc):
     kept = other[0].detach()
     del other
     assert graphs(model) == before and not kept.requires_grad
+
+
+def test_B12_the_memory_of_gradients_goes_with_the_model(two):
+    """Sums lie where earlier ones did, as long as there is a model for them."""
+    model = DataParallel(nn.Linear(300, 300), executor=two)
+    model(torch.ones(4, 300)).sum().backward()
+    memory = model.module.weight.grad.untyped_storage()._weak_ref()
+    del model
+    gc.collect()
+    assert torch.UntypedStorage._expired(memory)
 
 
 def test_B12_model_without_gradients_keeps_no_graph(quiet_gc):

@@ -4,6 +4,7 @@ driver, whatever dies, and whatever uses a weight in the driver fetches it first
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -32,6 +33,7 @@ from raydp_parallel import (
     StateLost,
     convert_sync_batchnorm,
 )
+from raydp_parallel.cluster.start import Starter
 
 
 def net() -> nn.Module:
@@ -199,6 +201,82 @@ def test_T1_sparse_gradients(two: Executor) -> None:
             optimizer.step()
 
     compare(two, program, words, torch.optim.SGD)
+
+
+def table(net: nn.Module, i: Tensor) -> Tensor:
+    """A weight as a table, of which one chunk has a sparse gradient, and the other a dense one."""
+    return nn.functional.embedding(i, net[0].weight, sparse=bool(i[0] < 1))
+
+
+def test_T1_gradients_that_are_kept_and_sent(two: Executor) -> None:
+    """Both count: of a weight that is also an argument, or in a closure, and of one whose gradient
+    is sparse in some chunks.
+    """
+
+    def program(model: Any, optimizer: Any) -> Any:
+        weight = model.module[0].weight
+        for count in (1, 8, 8):
+            optimizer.zero_grad()
+            x = torch.randn(count, 6)
+            model.run(lambda net, x: net(x) + weight.square().sum(), x).sum().backward()
+            model.run(lambda net, x, w: net(x) * w.sum(), x, weight, split=False).sum().backward()
+            yield weight.grad
+            optimizer.step()
+        for turn in range(4):
+            if turn < 3:
+                optimizer.zero_grad()
+            model.run(table, torch.tensor([[0, 7], [7, 0]][turn % 2])).square().sum().backward()
+            yield weight.grad
+            optimizer.step()
+
+    compare(two, program, close=True)
+
+
+@made_of(one=(6, 6), other=(6, 6))
+def either(net: Any, x: Tensor) -> Tensor:
+    """Each chunk uses one of two layers."""
+    return net.one(x) if x[0, 0] > 0 else net.other(x)
+
+
+def test_T1_a_chunk_that_reaches_nothing_that_is_trained(executors: Any) -> None:
+    """It has no gradient to keep."""
+
+    def program(model: Any, optimizer: Any) -> Any:
+        for sign in (-1, 1):
+            model(torch.cat([torch.ones(4, 6), sign * torch.ones(4, 6)])).sum().backward()
+            optimizer.step()
+            yield from [p.grad for p in model.parameters() if p.grad is not None]
+
+    compare(
+        executors(name="none", unused_grads="none"),
+        program,
+        either,
+        params=lambda m: [m.module.one.weight],
+    )
+
+
+def hooked(net: nn.Module, x: Tensor) -> Tensor:
+    """Lets the backward of a chunk fail whose gradient is negative."""
+    out = net(x)
+    out.register_hook(lambda grad: 1 // bool(grad.sum() > 0) * grad)
+    return out
+
+
+def test_T5_a_backward_that_fails_in_one_chunk(two: Executor) -> None:
+    """It adds nothing to what others have accumulated, whatever the other chunk did."""
+
+    def program(model: Any, optimizer: Any) -> Any:
+        for failing in (0, 2):
+            optimizer.zero_grad()
+            for turn in range(3):
+                grad = torch.ones(4, 2)
+                grad[failing : failing + turn % 2 * 2] = -1
+                with contextlib.suppress(ZeroDivisionError):
+                    model.run(hooked, torch.randn(4, 6)).backward(grad)
+            yield norm_of(model, optimizer)
+            optimizer.step()
+
+    compare(two, program, close=True)
 
 
 def test_T1_two_nets(two: Executor) -> None:
@@ -537,6 +615,55 @@ def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
         advance(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("dead", [(0,), (1,), (0, 1)], ids=str)
+def test_T2_a_death_before_the_clipping(dead: tuple[int, ...], killable: Executor) -> None:
+    """What is made again is clipped, and the next step, too."""
+
+    def program(model: Any, optimizer: Any) -> Any:
+        for step in range(3):
+            optimizer.zero_grad()
+            for _ in range(1 + step):
+                (model(torch.randn(8, 6)) * 50).square().sum().backward()
+            if step != 1 and hasattr(optimizer, "grad_norm"):
+                model.sync()
+                killable.grow()
+                kill(killable, *dead)
+            yield clipped(model, optimizer, 0.01)
+            optimizer.step()
+
+    compare(killable, program, layers, torch.optim.SGD, close=True)
+
+
+def test_T2_a_gradient_that_is_held_and_cannot_be_made_again(killable: Executor) -> None:
+    """It is lost where it is used; the next backward does not mind. A traceback may hold it."""
+    model, optimizer = small(killable)
+    model(torch.ones(4, 6)).sum().backward()
+    grad = model.module[0].weight.grad
+    kill(killable, 1)
+    nn.init.ones_(model.module[0].weight)
+    optimizer.zero_grad()
+    advance(model, optimizer, 0)
+    assert isinstance(raised(grad.sum), StateLost)
+
+
+def test_T2_a_newcomer_gets_the_steps_of_all_models(killable: Executor) -> None:
+    """With the next call of any: another death does not lose them."""
+    killable.grow()
+    model, optimizer = small(killable)
+    other, _ = small(killable, inside=False)
+    for step in range(2):
+        advance(model, optimizer, step)
+    for victim in range(2):
+        kill(killable, victim)
+        other(torch.ones(4, 6))
+        killable.grow()
+        other(torch.ones(4, 6))
+    plain, ordinary = small(killable, inside=False)
+    for step in range(2):
+        advance(plain, ordinary, step)
+    assert same(held(model, optimizer), held(plain, ordinary))
+
+
 def test_T2_a_death_in_the_step_before_an_evaluation(killable: Executor) -> None:
     """The step is made again with the module as it was, whatever has become of it since."""
     results = []
@@ -552,15 +679,19 @@ def test_T2_a_death_in_the_step_before_an_evaluation(killable: Executor) -> None
     assert same(*results)
 
 
-def test_T2_all_replicas_die(killable: Executor) -> None:
-    """The error says how many steps are lost; training goes on from the last sync."""
+def test_T2_all_replicas_die(killable: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says how many steps are lost, and waits for no newcomer, which could not help;
+    training goes on from the last sync.
+    """
     model, optimizer = small(killable)
     advance(model, optimizer, 0)
     model.sync()
     for step in (1, 2):
         advance(model, optimizer, step)
-    kill(killable, 0, 1)
-    error = raised(lambda: advance(model, optimizer, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Starter, "start", lambda *_, **how: pytest.fail("none is needed"))
+        kill(killable, 0, 1)
+        error = raised(model.sync)
     assert isinstance(error, StateLost) and "last 2 steps" in str(error)
     plain, ordinary = small(killable, inside=False)
     advance(plain, ordinary, 0)
@@ -646,6 +777,23 @@ def test_T3_closing_the_executor_syncs() -> None:
         results.append([*model.parameters(), *[p.grad for p in model.parameters()]])
     assert same(*results)
     assert isinstance(raised(optimizer.step), ExecutorClosed)
+
+
+def test_T3_tensors_that_are_swapped(two: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight is what it was swapped for, which gets its values; gradients may be swapped, too."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+
+    def program(model: Any, optimizer: Any) -> Any:
+        weight, new = model.module[0].weight, nn.Parameter(torch.zeros(8, 6))
+        for step in range(2):
+            advance(model, optimizer, step)
+        torch.utils.swap_tensors(weight, new)
+        yield from (model(torch.ones(4, 6)), weight, new)
+        advance(model, optimizer, 2)
+        model.module.double()
+        yield weight.grad
+
+    compare(two, program)
 
 
 class Own(nn.Parameter):
@@ -868,13 +1016,27 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_T4_a_step_that_fails(two: Executor) -> None:
+class Curious(Failing):
+    """Differentiates gradients in its second step, as optimizers of second order do."""
+
+    @torch.enable_grad()
+    def step(self, closure: Any = None) -> Any:
+        with contextlib.suppress(ArithmeticError):
+            return super().step(closure)
+        weight = self.param_groups[0]["params"][0]
+        return torch.autograd.grad(weight.grad.sum(), weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(Failing, "no second step"), (Curious, "differentiates the gradients")]
+)
+def test_T4_a_step_that_fails(kind: Any, text: str, two: Executor) -> None:
     """Its exception comes once, with the next call; what it counts in its groups comes back."""
     model = DataParallel(nn.Linear(6, 2), executor=two)
-    optimizer = model.optimizer(Failing, lr=0.1)
+    optimizer = model.optimizer(kind, lr=0.1)
     advance(model, optimizer, 0)
     advance(model, optimizer, 1)
-    assert isinstance(raised(lambda: model(torch.ones(4, 6))), ArithmeticError)
+    assert text in str(raised(lambda: model(torch.ones(4, 6))))
     advance(model, optimizer, 2)
     model.sync()
     assert optimizer.param_groups[0]["made"] == 3

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ended, interrupted, kill, limited, raised
+from harness import Apply, ended, interrupted, kill, limited, raised
 from mortal import Everything, Mortal, arm, fate, rows, same, state, survives, whole
 from torch import Tensor, nn
 
@@ -226,6 +226,25 @@ def test_a_graph_of_another_state_is_not_made(how: str, killable: Executor) -> N
     assert model.module.weight.grad is None
     model(x).sum().backward()
     assert model.module.weight.grad is not None
+
+
+def spoil(net: Any, x: Tensor, spoils: bool = False) -> Tensor:
+    """Writes to a large sparse tensor, which nothing but a message can bring back."""
+    if spoils:
+        net.large.mul_(2.0)
+    out: Tensor = net.layer(x)
+    return out
+
+
+def test_a_graph_is_made_again_where_a_map_has_written(killable: Executor) -> None:
+    """The replica that makes it says that it lacks contents, and gets them."""
+    net = Apply(spoil, layer=nn.Linear(4, 2), large=torch.eye(600).to_sparse())
+    model = DataParallel(net, executor=killable)
+    loss = model(torch.ones(4, 4)).sum()
+    assert len([*model.map([(torch.ones(4, 4), True)] * 2)]) == 2
+    kill(killable, 1)
+    loss.backward()
+    assert torch.equal(net.layer.weight.grad, torch.full((2, 4), 4.0))
 
 
 class Poison(nn.Module):

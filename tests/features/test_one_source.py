@@ -96,13 +96,19 @@ def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path)
     assert re.findall(r"^\[[\d., ]*\] \[.*$", said, re.MULTILINE) == ["[3.0] [3.0]"] * 2, said
 
 
-def test_a_name_that_the_replica_has_loaded_from_another_file(modules: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_name_that_the_replica_has_loaded_from_another_file(
+    trained: bool, modules: Callable[..., Any]
+) -> None:
     """The driver drops a module and imports a namesake: both models go on, each with its own
     source.
     """
     first = DataParallel(modules("one", twofold=NET.format(factor=2.0)).Net(), ["cpu", "cpu"])
     assert computed(first) == 2.0
     second = DataParallel(modules("two", twofold=NET.format(factor=5.0)).Net(), ["cpu", "cpu"])
+    if trained:  # then the optimizer comes first
+        second.module.register_parameter("unused", torch.nn.Parameter(ONES))
+        second.optimizer(torch.optim.SGD)
     assert computed(second) == 5.0
     assert computed(first) == 2.0
     assert computed(second) == 5.0
