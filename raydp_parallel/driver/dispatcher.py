@@ -403,13 +403,11 @@ class Dispatcher:
         self._set.recorder.answered(slot.index, rows, answer.busy, sent, got, name)
         return pending.answer
 
-    def ask(self, call: Call) -> Answer | None:
-        """Call the replica of the call's slot, and no other; returns None if it died, or lacks what
-        the call takes for granted.
+    def ask(self, call: Call, slot: ReplicaSlot | None = None, attempt: int = 0) -> Answer | None:
+        """Call the replica of a slot, by default the call's own, and no other; returns None if it
+        died, or lacks what the call takes for granted.
         """
-        return self._single(call, call.slot, 0)
-
-    def _single(self, call: Call, slot: ReplicaSlot, attempt: int) -> Answer | None:
+        slot = slot or call.slot
         pending = self.send(slot, call, attempt)
         answer = self.receive(pending)
         if answer is None or not self._may_count(answer, pending):
@@ -451,7 +449,7 @@ class Dispatcher:
                 answer = None
                 while slot.ready and answer is None:  # it may lack something
                     call.prepare(slot)
-                    answer = self._single(call, slot, 1)
+                    answer = self.ask(call, slot, 1)
             finally:
                 for one in freed:
                     one.drop()

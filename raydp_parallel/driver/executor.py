@@ -97,10 +97,10 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         """
         with exceptions.ShortTraceback(), self.trip():  # a trial of windows, perhaps
             found = self.replica_set.slots_for(device_ids)
-            if not all([slot.revisions for slot in found if slot.ready]):  # a newcomer
+            if not all([slot.revisions for slot in found if slot.ready]):  # one died
                 for master in [*self._masters.values()]:
                     if master.resident is not None:
-                        master.resident.spread()
+                        master.resident.save()
         if self._reporter is None and self.options.metrics:
             self._reporter = Reporter(self)
         return found

@@ -322,17 +322,16 @@ class Forward:
     def _attach(self, answers: Sequence[Answer], rows: list[list[Tensor]]) -> None:
         """Make the outputs part of torch's graph."""
         leaves: list[Leaf] = []
-        # A parameter that is an input, too, is two leaves: replicas may keep one's gradient.
         known: dict[tuple[int, bool], int] = {}
 
         def number(leaf: Leaf, there: object) -> int | None:
-            """Number a leaf among those of the call, if it is reached."""
-            if not there:
-                return None
-            at = known.setdefault((id(leaf.tensor), leaf.kind == "input"), len(leaves))
-            if at == len(leaves):
+            """Number a leaf. A parameter that is also an input is two: replicas may keep one's
+            gradient.
+            """
+            key = id(leaf.tensor), leaf.kind == "input"
+            if there and known.setdefault(key, len(leaves)) == len(leaves):
                 leaves.append(leaf)
-            return at
+            return known[key] if there else None
 
         marks = {master: master.mark() for master in {call.chunk.master for call in self.calls}}
         alike: dict[tuple[Master, bool, bytes], Numbers] = {}  # where chunks reach the same leaves
@@ -340,21 +339,14 @@ class Forward:
         for call, answer, row in zip(self.calls, answers, rows, strict=True):
             if call.makes is None or not any(t.requires_grad for t in row):
                 continue
-            master, detach, count = (
-                call.chunk.master,
-                call.given.detach,
-                len(call.chunk.master.leaves),
-            )
+            chunk, detach, count = call.chunk, call.given.detach, len(call.chunk.master.leaves)
             reached, others = answer.reached[:count], answer.reached[count:]
-            key = master, detach, reached
+            key = chunk.master, detach, reached
             if key not in alike:
-                found = zip(master.leaves, reached, strict=True)
-                alike[key] = [number(leaf, there and not detach) for leaf, there in found]
-            pairs = zip(call.inputs, others, strict=True)
-            inputs = [number(Leaf(t, "input"), there) for t, there in pairs]
-            parts[call.chunk.number] = Part(
-                call.makes, call.chunk, marks[master], alike[key], inputs
-            )
+                there = bytes(count) if detach else reached
+                alike[key] = [*map(number, chunk.master.leaves, there)]
+            inputs = [*map(number, [Leaf(t, "input") for t in call.inputs], others)]
+            parts[chunk.number] = Part(call.makes, chunk, marks[chunk.master], alike[key], inputs)
         if not leaves:
             for row in rows:
                 for t in row:

@@ -76,8 +76,9 @@ class Weights:
         self.optimizers: dict[int, InReplicas] = {}
         self.steps = self._at = self._states_at = 0  # made, and those that the driver's copies have
         self.coming: _Plan | None = None  # the step on its way
-        self.held: dict[ReplicaSlot, tuple[int, int]] = {}  # the life and step of its weights
-        self.given: set[ReplicaSlot] = set()  # whose replicas have the optimizers
+        # Of replicas: the life, the step of the weights, and the recall before the optimizers.
+        self.held: dict[ReplicaSlot, tuple[int, int, int]] = {}
+        self.recalls = 0  # how often replicas were to get all from here again
         # The class of parameters that lag: as long as the model has some, it keeps this class.
         self._kind: type[nn.Parameter] = type("Parameter", (Lagging,), {"source": source})
 
@@ -103,7 +104,7 @@ class Weights:
             states: dict[int, States] = {}
             if self.lacking:
                 weights, states = self._snapshot(True, True)
-            elif self.held.get(slot, now) != now:  # its weights are those of other steps
+            elif self.held.get(slot, (*now, 0))[:2] != now:  # its weights are those of other steps
                 slot.revisions.pop(model, None)
             optimizers = {}
             for number, one in self.optimizers.items():
@@ -113,15 +114,14 @@ class Weights:
             update = self._executor.update(self._master, slot, weights)
             request = ResumeRequest(model, update, tuple(self._master.trained), value)
             if self._executor.dispatcher.ask(Call(slot, "resume", request)) is not None:
-                self.held[slot] = now
-                self.given.add(slot)
+                self.held[slot] = *now, self.recalls
 
     def current(self, slot: ReplicaSlot) -> bool:
         """Tell if a slot's replica has them."""
         # A replica whose weights were spoiled says that it lacks them, and the dispatcher forgets
         # what it had.
-        known = slot in self.given and self._master.number in slot.revisions
-        return known and self.held.get(slot) == (slot.life, self.steps)
+        now = slot.life, self.steps, self.recalls
+        return self._master.number in slot.revisions and self.held.get(slot) == now
 
     def _snapshot(self, weights: bool, states: bool) -> tuple[dict[int, Tensor], dict[int, States]]:
         """Fetch what a replica has that has made all steps; valid until it is called again."""
@@ -139,7 +139,7 @@ class Weights:
                 return slot
         lost = self.behind + self._at - min(self._at, self._states_at)
         self.steps = self._states_at = self._at
-        self.held = dict.fromkeys(self.held, (0, 0))
+        self.held = dict.fromkeys(self.held, (0, 0, 0))
         self.coming = None
         self._gradients.clear()
         self._catch_up()
@@ -219,14 +219,12 @@ class Resident:
             master.sync()
             master.edited = False  # replicas get all with the next call
 
-    def spread(self) -> None:
-        """Give newcomers the steps that only replicas have, whatever model is called; what goes
+    def save(self) -> None:
+        """Bring what only replicas have, as one of them died, whatever model is called; what goes
         wrong is said with the next call of this one.
         """
         try:
-            self.collect()
-            for slot in self._slots() if self.weights.lacking else ():
-                self.weights.ready(slot)
+            self.pull(states=True)
         except Exception as error:
             self._error = error
 
@@ -246,7 +244,7 @@ class Resident:
         """Bring the driver up to date, which is what replicas get with the next call."""
         with self._executor.trip():
             self.pull(states=True)
-            self.weights.given.clear()
+            self.weights.recalls += 1
             self._master.edited = False
 
     def fetch(self, stand: Stand) -> Tensor:
@@ -338,13 +336,10 @@ class Resident:
         values = optimizer.changed()
         return _Plan(StepRequest(self._master.number, optimizer.number, values, given, norm), sums)
 
-    def _slots(self) -> list[ReplicaSlot]:
-        return [*dict.fromkeys(self._executor.replica_set.slots_for(self._ids))]
-
     def _members(self) -> list[ReplicaSlot]:
         """Return the slots that step, in the order of devices."""
-        slots = self._slots()
-        found = [slot for slot in slots if slot.ready]
+        slots = self._executor.replica_set.slots_for(self._ids)
+        found = [slot for slot in dict.fromkeys(slots) if slot.ready]
         return found or [self._executor.replica_set.choose(slots[0], {})]
 
     def _send(self, plan: _Plan) -> None:
@@ -435,7 +430,8 @@ class Resident:
             for known, news in zip(sent, plan.step.values, strict=True):
                 known.update(news)
             self.gradients.stepped()
-            weights.held.update((one.slot, (one.life, weights.steps + 1)) for one in done)
+            for one in done:
+                weights.held[one.slot] = one.life, weights.steps + 1, weights.recalls
             # Ctrl-C may come at each call: the step counts last, when all else knows it.
             weights.steps, weights.coming = weights.steps + 1, None
             for call in plan.calls:

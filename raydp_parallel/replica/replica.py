@@ -236,6 +236,7 @@ class Replica:
         outputs = [self._graphs[key].outputs[k] for key, row in request.outputs for k in row]
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in request.grads]
+        create = request.derived is not None
         grads = [*given]
         for key, numbers in request.outputs:
             if not numbers:  # it only takes part in the layers of the others
@@ -252,13 +253,7 @@ class Replica:
                 resident.begin(terms.chunk, home.slots, needed)
             with ambient.enter(terms.context), raw_access.noting() as home.found.touched:
                 found = engine.differentiate(
-                    outputs,
-                    grads,
-                    home.leaves,
-                    needed,
-                    partial,
-                    keep=request.keep,
-                    create=request.derived is not None,
+                    outputs, grads, home.leaves, needed, partial, request.keep, create
                 )
             # A checkpoint that ran again may have written once more.
             writes = module.end(home.found, keeps_data=False)
