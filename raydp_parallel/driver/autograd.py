@@ -318,11 +318,9 @@ class Backward:
                 derived.parts[i] = part._replace(graph=self._graphs[i], leaves=[], inputs=inputs)
                 found = [grad for grads in answer.value for grad in grads]
                 for leaf, grad in zip(part.all, found, strict=True):
-                    if grad is not None:
-                        if leaf is not None:
-                            places.append((leaf, i, len(row)))
-                        home = call.leaves[leaf or 0].tensor.device
-                        mine = grad.detach().to(home).clone()
+                    if grad is not None and leaf is not None:
+                        places.append((leaf, i, len(row)))
+                        mine = grad.detach().to(call.leaves[leaf].tensor.device).clone()
                         row.append(mine.requires_grad_(grad.requires_grad))
         attach(derived, handle, rows)
         sums: dict[int, Tensor] = {}
@@ -364,10 +362,9 @@ class Backward:
         threads = call.executor.replica_set.threads(len(call.parts))
         left_out = [leaf for at, (leaf, _) in enumerate(call.leaves) if at not in self._needed]
         partial = any([leaf.requires_grad for leaf in left_out])
-        fates: dict[int | None, int] = {None: LEFT_OUT}
-        for at, (_, kind) in enumerate(call.leaves):
-            fate = plain if kind == "parameter" else SENT
-            fates[at] = fate if at in self._needed else LEFT_OUT
+        fates = dict[int | None, int].fromkeys([None, *range(len(call.leaves))], LEFT_OUT)
+        for at in self._needed:
+            fates[at] = plain if call.leaves[at].kind == "parameter" else SENT
         # The chunks of a model have the same mark.
         marks = {part.chunk.master: part.mark for part in call.parts.values()}
         moved = {master: master.moved_since(mark) for master, mark in marks.items()}

@@ -435,9 +435,8 @@ class Dispatcher:
             what = call.changed()
             if what is not None:
                 raise StateChanged(
-                    "backward: the graph, or gradients, that a replica held are lost with it, or "
-                    f"with a backward that failed. They cannot be made again, because {what} since "
-                    "the forward; run forward again"
+                    "backward: what a replica held is lost, with it or by a backward that failed. "
+                    f"It cannot be made again, because {what} since the forward; run forward again"
                 )
             needs = [one for one in call.needs if one is not graph]
             freed = [one for one in needs if one.slot is None]  # by torch

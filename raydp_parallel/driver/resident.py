@@ -311,10 +311,8 @@ class Resident:
     def _prepare(self, optimizer: InReplicas) -> None:
         self.collect()
         if optimizer.number not in self.weights.optimizers:
-            raise RuntimeError(
-                "optimizer: model.optimizer() was called again for its parameters, which that one "
-                "steps now: use that, or give each parameters of its own"
-            )
+            text = "was called again for its parameters: use what that returned"
+            raise RuntimeError(f"optimizer: model.optimizer() {text}")
         regrouped = len(optimizer.sent) != len(optimizer.param_groups)
         if regrouped or optimizer.known != optimizer.rows(self._master):  # or some left or came
             self.add(optimizer)

@@ -135,10 +135,8 @@ class Resident:
             if "does not require grad" not in str(error):
                 raise
             kind = type(optimizer).__name__
-            raise TypeError(
-                f"optimizer: a step of {kind} differentiates the gradients, whose graphs are in "
-                f"your process: use {kind}(model.parameters(), ...)"
-            ) from error
+            text = f"{kind} differentiates the gradients, whose graphs are in your process"
+            raise TypeError(f"optimizer: {text}: use {kind}(model.parameters(), ...)") from error
         finally:
             self._last = {}
             for p in slots:

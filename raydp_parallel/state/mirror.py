@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raydp_parallel.devices import ambient
-from raydp_parallel.devices.layout import Layout, Row, alone, is_dense, specs_of
+from raydp_parallel.devices.layout import Layout, Row, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state import sources
 from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner
@@ -57,12 +57,8 @@ Mark = dict[Tracked, tuple[int, int]]
 """How often tensors had been written to at one moment, and how often by replicas to buffers."""
 
 
-class _Before(dict[int, Tensor]):
-    """Contents from before a write of replicas, by slot; their memory is used again after it."""
-
-
-_Copies = tuple[object, list[Tensor], weakref.ref[_Before]]
-"""Copies of contents: how and where they lie, themselves, and what they were made for."""
+Contents = dict[int, Tensor]
+"""Contents of tensors, by slot."""
 
 
 class Master:
@@ -80,7 +76,6 @@ class Master:
         self._looked = 0  # the revision before the last look
         self._runs: dict[bool, StateRun] = {}  # by whether replicas map the large tensors
         self._updates: dict[tuple[int, bool, bool], StateUpdate] = {}  # to the state of now
-        self._copies: _Copies = None, [], weakref.ref(_Before())
         _masters.add(self)
 
     @property
@@ -268,7 +263,7 @@ class Master:
                 one.late = None
                 one.keep_copy()
 
-    def take(self, weights: dict[int, Tensor]) -> None:
+    def take(self, weights: Contents) -> None:
         """Take over what replicas have trained, in the memory that it was trained for: the program
         may have put other tensors in its place.
         """
@@ -375,7 +370,7 @@ class Master:
 
     # Writes of replicas.
 
-    def write_back(self, writes: Writes, keep: bool, since: Mark | None = None) -> _Before:
+    def write_back(self, writes: Writes, keep: bool, since: Mark | None = None) -> Contents:
         """Write what the first chunk wrote; returns what was there before, if that is kept. In a
         backward a checkpoint wrote it, to the buffers of its own forward, which ended with a mark:
         it replaces nothing that was written ``since``.
@@ -387,7 +382,7 @@ class Master:
             rows = [row for row in rows if since.get(row[0]) == now[row[0]]]
         records = [one for one, *_ in rows]
         tensors = [one.tensor for one in records]
-        before = self._copied(records) if keep else _Before()
+        before = {o.slot: o.tensor.detach().clone() for o in records} if keep else {}
         touch(records)
         versions = versions_of(tensors)
         into, values = [], []
@@ -407,20 +402,6 @@ class Master:
         set_versions(tensors, [a + by for a, (_, _, by, _) in zip(versions, rows, strict=True)])
         if since is not None:  # the graph may be used again
             since.update(self.mark(records))
-        return before
-
-    def _copied(self, records: list[Tracked]) -> _Before:
-        """Copy tensors: plain ones into the last copies, if no graph has these any more."""
-        plain = [one for one in records if one.plain]
-        row = [one.tensor for one in plain]
-        layout, home = alone(tuple(specs_of(row))), self.home  # the same layout for the same specs
-        known, views, used = self._copies
-        if known != (layout, home) or used() is not None:
-            views = layout.views(torch.empty(layout.size, dtype=torch.uint8, device=home))
-        copy_row(views, row)
-        before = _Before(zip([one.slot for one in plain], views, strict=True))
-        before.update((o.slot, o.tensor.detach().clone()) for o in records if not o.plain)
-        self._copies = (layout, home), views, weakref.ref(before)
         return before
 
     def mark(self, records: Collection[Tracked] | None = None) -> Mark:
