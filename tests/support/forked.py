@@ -21,7 +21,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -38,22 +39,31 @@ from raydp_parallel.replica import actor
 NODE = "forked"
 _PARENT_ENDS = 1  # prctl's signal for it
 _zygote: socket.socket | None = None
-_driver = 0
+_driver = _parent = 0
 _session: object = None  # of the replicas that are in use
 
 
 # --- processes ---
 
 
-def start() -> None:
-    """Fork the process that replicas are forked from, before this one has threads."""
-    global _zygote, _driver
+def start(prepare: Callable[[int], None] = lambda index: None) -> None:
+    """Fork the process that replicas are forked from, before this one has threads. Each replica is
+    prepared before it begins.
+    """
+    global _zygote, _driver, _parent
     if _zygote is None:
         _driver = os.getpid()
         _zygote, requests = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        if not os.fork():
-            _serve(requests)
+        _parent = os.fork()
+        if not _parent:
+            _serve(requests, prepare)
         requests.close()
+
+
+def running() -> set[int]:
+    """Return the replicas' processes that have not ended."""
+    pids = Path(f"/proc/{_parent}/task/{_parent}/children").read_text().split()
+    return {int(pid) for pid in pids if " Z " not in Path(f"/proc/{pid}/stat").read_text()}
 
 
 def _end_with(parent: int) -> None:
@@ -62,7 +72,7 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _serve(requests: socket.socket) -> NoReturn:
+def _serve(requests: socket.socket, prepare: Callable[[int], None]) -> NoReturn:
     """Fork replicas until the driver ends."""
     assert _zygote is not None
     try:
@@ -89,7 +99,7 @@ def _serve(requests: socket.socket) -> NoReturn:
                     pass
             if not os.fork():
                 _end_with(here)
-                _be_replica(socket.socket(fileno=fds[0]), *pickle.loads(message))
+                _be_replica(prepare, socket.socket(fileno=fds[0]), *pickle.loads(message))
             os.close(fds[0])
     except BaseException:
         traceback.print_exc()
@@ -99,7 +109,12 @@ def _serve(requests: socket.socket) -> NoReturn:
 
 
 def _be_replica(
-    orders: socket.socket, kind: str, index: int, path: list[str], variables: Mapping[str, str]
+    prepare: Callable[[int], None],
+    orders: socket.socket,
+    kind: str,
+    index: int,
+    path: list[str],
+    variables: Mapping[str, str],
 ) -> NoReturn:
     """Make an actor, which serves as soon as it is told a name."""
     sys.path[:] = path
@@ -111,6 +126,7 @@ def _be_replica(
         get_node_id=lambda: NODE,
     )
     ray.get_runtime_context = lambda: about
+    prepare(index)
     made = actor.ReplicaActor.__ray_metadata__.modified_class(kind, index)
     orders.send(str(os.getpid()).encode())
     if name := orders.recv(1 << 10).decode():
