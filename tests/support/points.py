@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -284,7 +285,7 @@ class Point(NamedTuple):
     name: str = ""
     # What happens at which message, or system call, by the numbers of fates; or the line.
     faults: tuple[tuple[int, int, int], ...] = ()
-    line: int = 0
+    line: tuple[str, int, int] = "", 0, 0
 
     def __str__(self) -> str:
         return f"{self.step}/{self.place}/{self.replicas} {self.name}".strip()
@@ -406,6 +407,8 @@ class Machine:
 class Deaths(Machine):
     """One replica ends, or two, or one and the next one."""
 
+    steps = ((0, 1, 2),)
+
     prepare = staticmethod(mortal)
 
     def points(self, scenario: Point) -> Iterator[Point]:
@@ -419,7 +422,7 @@ class Deaths(Machine):
                 if not index:
                     faults = (one, due, how), (both, due, how)
                     yield scenario._replace(name=f"{name}, and its neighbour", faults=faults)
-                for late in (1, 2, 3) if due % 3 == 0 else ():
+                for late in (1, 2, 3) if due % 2 == 0 else ():
                     faults = (one, due, how), (one + 1, late, how)
                     more = f"{name}, and the newcomer at message {late}"
                     yield scenario._replace(name=more, faults=faults)
@@ -456,12 +459,19 @@ class Lines(Machine):
 
     errors = (KeyboardInterrupt,)
     steps = ((0,), (1,))
-    count = due = 0
+    most = 40
+    """Times of one line: a loop that waits takes as many turns as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: Counter[tuple[str, int]] = Counter()
+        self._due: tuple[str, int, int] = "", 0, 0
 
     @contextlib.contextmanager
     def armed(self, point: Point, executor: Executor) -> Iterator[None]:
         """Let it happen inside of the block."""
-        self.count, self.due = 0, point.line
+        self._due = point.line
+        self._seen.clear()
         sys.settrace(self._enter)
         try:
             yield
@@ -472,18 +482,22 @@ class Lines(Machine):
         return self._line if frame.f_code.co_filename.startswith(str(ROOT)) else None
 
     def _line(self, frame: Any, event: str, _: object) -> Any:
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not text.startswith("with "):
-            self.count += 1
-            if self.count == self.due:
+        if event == "line":
+            at = frame.f_code.co_filename, frame.f_lineno
+            self._seen[at] += 1
+            if self._due == (*at, self._seen[at]):
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._line
 
     def points(self, scenario: Point) -> Iterator[Point]:
         assert not self.run(scenario)
-        for line in range(1, self.count + 1):
-            yield scenario._replace(name=f"line {line}", line=line)
+        for (file, number), times in self._seen.items():
+            if linecache.getline(file, number).lstrip().startswith("with "):
+                continue
+            for time_ in range(1, min(times, self.most) + 1):
+                name = f"{Path(file).relative_to(ROOT)}:{number}, time {time_}"
+                yield scenario._replace(name=name, line=(file, number, time_))
 
 
 MACHINES: dict[str, type[Machine]] = {"deaths": Deaths, "calls": Calls, "lines": Lines}
