@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     deadly`` ends the replica that is called, every 50th time.
     """
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
+    parser.addoption("--smoke", action="store_true", help="run each tenth test that needs no Ray")
     parser.addoption("--ray", action="store_true", help="run all tests on Ray")
     parser.addoption("--nodes", type=int, default=0, help="as many, beside the driver's head")
     parser.addoption("--way", choices=("", "sent", "deadly"), default="", help="of a call")
@@ -95,6 +96,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     items.sort(key=needs_ray, reverse=True)
+    if config.getoption("--smoke"):
+        chosen = [item for item in items if not needs_ray(item)][::10]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from harness import Apply, ended, interrupted, kill, limited, raised
@@ -107,10 +108,10 @@ def test_a_call_does_not_wait_for_the_new_process(
     lost, before = killable.replicas()[1], killable.stats()
     kill(killable, 1)
     with caplog.at_level(logging.INFO, "raydp_parallel"):
-        assert torch.equal(model(x), expected)
-        assert (
-            killable.replicas()[1].state == "dead" and killable.stats().respawns == before.respawns
-        )
+        with forked.held():
+            assert torch.equal(model(x), expected)
+            assert killable.replicas()[1].state == "dead"
+            assert killable.stats().respawns == before.respawns
         whole(killable)
     after = killable.stats()
     for name in ("deaths", "respawns"):  # its chunk may not have been sent any more
@@ -298,7 +299,11 @@ def test_a_chunk_that_hangs_whoever_runs_it(tmp_path: Path) -> None:
         for number in range(2):
             (tmp_path / f"stop {number}").touch()
         what = r"^2 replicas died of chunk .*: no answer within 3 s.*call_timeout"
-        with limited(executor, 3.0), pytest.raises(ReplicaDied, match=what):
+        # Only calls of the chunk have a limit: others may take their time on a busy machine.
+        with (
+            limited(executor, 3.0, lambda call: call.chunk.number == 1),
+            pytest.raises(ReplicaDied, match=what),
+        ):
             model(torch.arange(2.0))
         pids = [int(path.name[4:]) for path in tmp_path.iterdir()]
         assert len(pids) == 2 and all(map(ended, pids))
@@ -332,13 +337,14 @@ def test_ctrl_c_while_everybody_is_dead(killable: Executor) -> None:
     x = torch.ones(4, 4)
     expected = model(x)
     kill(killable, 0, 1)
-    thread = press_when(lambda: [info.state for info in killable.replicas()] == ["dead", "dead"])
-    begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        model(x)
-    assert time.monotonic() - begun < 30
-    assert [info.state for info in killable.replicas()] == ["dead", "dead"]  # it did not wait
-    thread.join()
+    # Only now it waits: before, Ctrl-C could come in a finalizer, where Python drops it.
+    slots = killable.replica_set.slots.values()
+    thread = press_when(lambda: all(slot.successor is not None for slot in slots))
+    with forked.held():
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        assert [info.state for info in killable.replicas()] == ["dead", "dead"]  # it did not wait
+        thread.join()
     assert torch.equal(model(x), expected)
 
 
@@ -398,16 +404,13 @@ def test_ctrl_c_while_replicas_run(phase: str, killable: Executor, tmp_path: Pat
     name = f"slow {'backward' if phase == 'backward' else 'forward'} 1"
     (tmp_path / name).touch()
     thread = press_when((tmp_path / f"{name}, begun").exists)
-    begun = time.monotonic()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # it would wait for ever
             model(x).sum().backward()
-        waited = time.monotonic() - begun
         thread.join()
     finally:
         # whatever came of it: other tests have the same replicas, and would wait for ever
         (tmp_path / "go on").touch()
-    assert waited < 30
     model.zero_grad()
     model(x).sum().backward()
     assert model.module.weight.grad is not None and model.module.weight.grad.item() == 3

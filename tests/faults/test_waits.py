@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel, Executor, Options, ReplicaDied
 from raydp_parallel.cluster.start import Starter
 from raydp_parallel.driver import groups
+from raydp_parallel.driver.dispatcher import Dispatcher
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.wire.channel import _HEADER, Channel
 from raydp_parallel.wire.group import Abandoned, Exchange, close_store, open_store
@@ -96,7 +97,8 @@ def test_a_stopped_replica_does_not_stop_a_call(what: str, killable: Executor) -
     """With a limit it counts as dead, and others do its part, whatever the call was doing."""
     model, optimizer = trained(killable)
     out, deaths = model(X), killable.stats().deaths
-    with limited(killable, 2.0):
+    stopped = killable.replicas()[1].pid
+    with limited(killable, 0.5, lambda call: call.slot.info().pid == stopped):
         stop(killable)
         CALLS[what](model, optimizer, out)
         model.sync()
@@ -128,16 +130,27 @@ def test_memory_that_there_is_no_descriptor_for() -> None:
     sender.close()
 
 
-@pytest.mark.long
-def test_a_limit_below_the_imports_of_a_new_process() -> None:
+def test_a_limit_below_the_imports_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica's first call, and its first optimizer, are part of its start."""
+    limits, limit = dict[int, list[tuple[str, Any]]](), Dispatcher._limit
+
+    def noted(self: Dispatcher, one: Any) -> Any:
+        limits.setdefault(one.slot.index, []).append((one.call.phase, limit(self, one)))
+        return None
+
+    monkeypatch.setattr(Dispatcher, "_limit", noted)
     with Executor(["cpu"] * 2, options=Options(call_timeout=1.0)) as executor:
         model = DataParallel(Net(8, 2), executor=executor)
+        model(X)
         optimizer = model.optimizer(torch.optim.AdamW, lr=0.1)
         model(X).sum().backward()
         optimizer.step()
         model.sync()
-        assert executor.stats().deaths == 0
+        start = executor.options.placement_timeout
+    for phases in limits.values():
+        first = [*dict(reversed(phases)).items()][::-1]
+        assert first[:2] == [("forward", start), ("resume", start)] and len(first) > 3
+        assert {limit for _, limit in phases if limit != start} == {1.0}
 
 
 class Deadly(torch.optim.SGD):

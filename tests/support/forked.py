@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -66,6 +66,19 @@ def running() -> set[int]:
     return {int(pid) for pid in pids if " Z " not in Path(f"/proc/{pid}/stat").read_text()}
 
 
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let no replica start inside of the block, unless Ray starts it, which takes its time."""
+    if not used():
+        yield
+        return
+    os.kill(_parent, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(_parent, signal.SIGCONT)
+
+
 def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PARENT_ENDS, signal.SIGKILL)
     if os.getppid() != parent:
@@ -81,10 +94,10 @@ def _serve(requests: socket.socket, prepare: Callable[[int], None]) -> NoReturn:
         os.setsid()  # Ctrl-C is the driver's
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         log = os.open(os.environ.get("FORKED_LOG", os.devnull), flags)
-        for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-            os.dup2(log, number)
-            # pytest has its own
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+        for stream in range(3):
+            os.dup2(log, stream)
+        # In the place of pytest's.
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "rww"[n]) for n in range(3))
         torch.set_num_threads(1)
         importlib.import_module("torch._dynamo")  # optimizers do
 

@@ -271,18 +271,24 @@ def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[N
 
 
 @contextlib.contextmanager
-def limited(executor: raydp_parallel.Executor, seconds: float | None) -> Iterator[None]:
-    """Calls of an executor have this ``call_timeout`` inside of the block.
+def limited(
+    executor: raydp_parallel.Executor,
+    seconds: float | None,
+    which: Callable[[Any], bool] = lambda call: True,
+) -> Iterator[None]:
+    """Calls of an executor have this ``call_timeout`` inside of the block, but for those that are
+    not ``which``: they may take as long as a busy machine needs.
 
-    For replicas that have run the module before: a first forward imports and builds, and how long
-    that takes is a matter of the machine.
+    For replicas that have run the module before: a first forward imports and builds.
     """
-    before = executor.options.call_timeout
+    before, limit = executor.options.call_timeout, executor.dispatcher._limit
     object.__setattr__(executor.options, "call_timeout", seconds)
+    executor.dispatcher._limit = lambda one: limit(one) if which(one.call) else None  # type: ignore[method-assign]
     try:
         yield
     finally:
         object.__setattr__(executor.options, "call_timeout", before)
+        del executor.dispatcher._limit  # type: ignore[attr-defined]
 
 
 def interrupted(step: Callable[[], Any], files: str, error: Any, every: int = 3) -> None:

@@ -401,6 +401,7 @@ class Machine:
                 for info in executor.replicas():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(info.pid, signal.SIGKILL)
+                executor.close()
         return problem
 
 
@@ -452,9 +453,16 @@ class Calls(Machine):
                         yield scenario._replace(name=text, faults=((number, due, how),))
 
 
+def _finalizes(frame: Any) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
 class Lines(Machine):
     """Ctrl-C comes at a line of the package. One that begins with ``with`` is left out: it comes
-    once more before the block's end, where no signal's handler runs.
+    once more before the block's end, where no signal's handler runs. So are finalizers, in which
+    Python drops it.
     """
 
     errors = (KeyboardInterrupt,)
@@ -485,7 +493,7 @@ class Lines(Machine):
         if event == "line":
             at = frame.f_code.co_filename, frame.f_lineno
             self._seen[at] += 1
-            if self._due == (*at, self._seen[at]):
+            if self._due == (*at, self._seen[at]) and not _finalizes(frame):
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._line
@@ -522,7 +530,6 @@ def main(arguments: list[str]) -> int:
     forked.use(True)
     torch.set_num_threads(1)
     machine, begun = MACHINES[chosen.machine](), time.monotonic()
-    sys.unraisablehook = lambda found: None  # Ctrl-C in a finalizer
     part, parts = map(int, chosen.part.split("/"))
     tried = wrong = 0
     importlib.import_module("torch._dynamo")  # optimizers do
@@ -544,7 +551,9 @@ def main(arguments: list[str]) -> int:
                 print(f"WRONG {point}: {problem}", flush=True)
                 print(f"  {sys.argv[0]} {chosen.machine} --only {str(point)!r}", flush=True)
         more = len(os.listdir("/proc/self/fd")) - before
-        text = f"{len(points)} points, {more} descriptors more, at most {worst[0]:.1f} s: {worst[1]}"
+        text = (
+            f"{len(points)} points, {more} descriptors more, at most {worst[0]:.1f} s: {worst[1]}"
+        )
         print(f"{scenario}: {text}", flush=True)
     print(f"{tried} points tried, {wrong} wrong, {time.monotonic() - begun:.0f} s")
     for pair in machine._pairs.values():
