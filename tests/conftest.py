@@ -120,6 +120,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     choose(needs_ray(item))
 
 
+def pytest_keyboard_interrupt() -> None:
+    """End at once: replicas and Ray end with the processes of the tests."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def pytest_sessionfinish() -> None:
     """Leave nothing behind."""
     leave()
