@@ -109,6 +109,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneRay(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
+            if file.endswith("test_points.py"):  # each of its tests takes long
+                return nodeid
             return "ray" if "mark.ray" in Path(config.rootpath, file).read_text() else file
 
     return OneRay(config, log)
@@ -120,8 +122,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     choose(needs_ray(item))
 
 
-def pytest_keyboard_interrupt() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
     """End at once: replicas and Ray end with the processes of the tests."""
+    excinfo.traceback = excinfo.traceback[-1:]  # to print all of it takes seconds
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
             os.kill(int(pid), signal.SIGKILL)

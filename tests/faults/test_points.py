@@ -1,0 +1,36 @@
+"""Every point: samples of what tests/support/points.py tries; run as a command, it tries all."""
+
+from __future__ import annotations
+
+import pytest
+from harness import printed, raised
+
+POINTS = "tests/support/points.py"
+MACHINES = "deaths", "calls", "lines"
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_some_points(machine: str) -> None:
+    """Always the same, with two replicas."""
+    assert ", 0 wrong" in printed(POINTS, machine, "--only", "/2", "--sample", "3")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_many_points(machine: str) -> None:
+    """With three replicas, too."""
+    assert ", 0 wrong" in printed(POINTS, machine, "--sample", "60")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("machine", "program"),
+    [("deaths", "clip/replicas/2"), ("calls", "plain/driver/2"), ("lines", "plain/driver/2")],
+)
+def test_a_planted_defect_is_found(machine: str, program: str) -> None:
+    """The machines see what they are for: see what each of them plants."""
+    said = raised(
+        lambda: printed(POINTS, machine, "--only", program, "--sample", "60", "--planted")
+    )
+    assert "WRONG" in str(said), said
