@@ -30,7 +30,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,15 +102,18 @@ class Program:
             make = lambda kind, **more: kind(net.parameters(), **more)  # noqa: E731
         self.optimizer = make(torch.optim.SGD, lr=0.05, momentum=0.9)
 
+    def step(self, number: int) -> list[Tensor]:
+        """Make one step; returns what it showed."""
+        torch.manual_seed(number)
+        self.optimizer.zero_grad()
+        found = [t.detach().clone() for t in self._step(self, torch.randn(12, 5))]
+        if self._step is not maps:
+            self.optimizer.step()
+        return found
+
     def run(self, *numbers: int) -> list[Tensor]:
         """Make some steps; returns what they showed, and the state."""
-        found = []
-        for number in numbers:
-            torch.manual_seed(number)
-            self.optimizer.zero_grad()
-            found += [t.detach().clone() for t in self._step(self, torch.randn(12, 5))]
-            if self._step is not maps:
-                self.optimizer.step()
+        found = [shown for number in numbers for shown in self.step(number)]
         return [*found, *filter(torch.is_tensor, torch.utils._pytree.tree_leaves(self.state()))]
 
     def state(self) -> list[Any]:
@@ -254,6 +257,7 @@ class Machine:
     """Tries points of one kind."""
 
     errors: tuple[type[BaseException], ...] = (ParallelError,)
+    programs = (*STEPS,)
     steps: tuple[tuple[int, ...], ...] = ((0, 1),)  # the last ones are those that are disturbed
     limit = 20.0  # seconds of a point
 
@@ -323,13 +327,18 @@ class Machine:
         gc.collect()
         ours.grow(60)
         kept = ours.flush()
-        return (
-            f"models or graphs that stay: {kept}"
-            if {*itertools.chain(*kept)} != {0}
-            else left(
-                info.pid for pair in self._pairs.values() for one in pair for info in one.replicas()
-            )
-        )
+        stays = {*itertools.chain(*kept)} != {0}
+        return f"models or graphs that stay: {kept}" if stays else self.left()
+
+    def left(self) -> str:
+        """Say which processes are not those of these replicas, if they do not end."""
+        executors = itertools.chain(*self._pairs.values())
+        pids = {info.pid for executor in executors for info in executor.replicas()}
+        for _ in range(1000):
+            if forked.running() <= pids:
+                return ""
+            time.sleep(0.005)
+        return f"processes that stay: {forked.running() - pids}"
 
     def run(self, point: Point) -> str:
         """Try one with a limit; returns what is wrong, whatever that is."""
@@ -360,16 +369,6 @@ class Machine:
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     """Tell if both are the same, to the bit."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def left(known: Iterable[int]) -> str:
-    """Say which processes are not these replicas, if they do not end."""
-    pids = {*known}
-    for _ in range(1000):
-        if forked.running() <= pids:
-            return ""
-        time.sleep(0.005)
-    return f"processes that stay: {forked.running() - pids}"
 
 
 class Deaths(Machine):
@@ -471,6 +470,7 @@ class Lines(Machine):
     """
 
     errors = (KeyboardInterrupt,)
+    programs = (*STEPS, "close")
     steps = ((0,), (1,))
 
     def __init__(self, planted: bool) -> None:
@@ -488,6 +488,25 @@ class Lines(Machine):
 
         if planted:
             Dispatcher.receive = drops  # type: ignore[method-assign]
+
+    def attempt(self, point: Point) -> str:
+        """Try one; returns what is wrong."""
+        if point.step != "close":
+            return super().attempt(point)
+        self.pair(point.replicas)
+        as_plain = point._replace(step="plain")
+        executor, expected = Executor(["cpu"] * point.replicas), self.control(as_plain)[1]
+        program = Program(executor, "plain", point.place)
+        program.run(0)
+        shown = program.step(1)
+        try:
+            with self.armed(point, executor):
+                executor.close()
+        except KeyboardInterrupt:
+            executor.close()
+        if not same([*shown, *program.run()], expected):
+            return "other weights than those of the last step"
+        return self.left()
 
     @contextlib.contextmanager
     def armed(self, point: Point, executor: Executor) -> Iterator[None]:
@@ -523,6 +542,12 @@ class Lines(Machine):
                     yield scenario._replace(name=name, line=(file, number, turn))
 
 
+def descriptors() -> int:
+    """Count those that this process has open."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
 MACHINES = {"deaths": Deaths, "calls": Calls, "lines": Lines}
 
 
@@ -543,7 +568,7 @@ def main() -> int:
     gc.freeze()
     tried, wrong, begun = 0, 0, time.monotonic()
     places = "driver", "replicas"
-    for replicas, step, place in itertools.product((2, 3), STEPS, places):
+    for replicas, step, place in itertools.product((2, 3), machine.programs, places):
         scenario = Point(step, place, replicas)
         of_this = chosen.only in str(scenario) or chosen.only.startswith(str(scenario))
         if not of_this or (step, place) == ("maps", "replicas"):
@@ -552,14 +577,14 @@ def main() -> int:
         points = [point for point in machine.points(scenario) if chosen.only in str(point)]
         points = [point for point in points if chosen.only == str(point)] or points
         points = random.Random(chosen.seed).sample(points, min(len(points), chosen.sample))
-        before, worst = len(os.listdir("/proc/self/fd")), (0.0, "")
+        worst, before = (0.0, ""), descriptors()
         for point in points:
             at, problem = time.monotonic(), machine.run(point)
             worst = max(worst, (time.monotonic() - at, point.name))
             tried, wrong = tried + 1, wrong + bool(problem)
             if problem:
                 print(f"WRONG {point}: {problem}\n  alone: {chosen.machine} --only {str(point)!r}")
-        more = len(os.listdir("/proc/self/fd")) - before
+        more = descriptors() - before
         text = f"{scenario}: {len(points)} points, {more} descriptors more"
         print(f"{text}, at most {worst[0]:.1f} s: {worst[1]}", flush=True)
         wrong += more > 20
