@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -37,16 +37,16 @@ from raydp_parallel.devices.cuda import describe
 from raydp_parallel.replica import actor
 
 NODE = "forked"
-_PARENT_ENDS = 1  # prctl's signal for it
 _zygote: socket.socket | None = None
 _driver = _parent = 0
 _session: object = None  # of the replicas that are in use
+Prepare = Callable[[int], None]
 
 
 # --- processes ---
 
 
-def start(prepare: Callable[[int], None] = lambda index: None) -> None:
+def start(prepare: Prepare = lambda index: None) -> None:
     """Fork the process that replicas are forked from, before this one has threads. Each replica is
     prepared before it begins.
     """
@@ -56,7 +56,7 @@ def start(prepare: Callable[[int], None] = lambda index: None) -> None:
         _zygote, requests = socket.socketpair(type=socket.SOCK_SEQPACKET)
         _parent = os.fork()
         if not _parent:
-            _serve(requests, prepare)
+            _serve(_zygote, requests, prepare)
         requests.close()
 
 
@@ -69,27 +69,26 @@ def running() -> set[int]:
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """Let no replica start inside of the block, unless Ray starts it, which takes its time."""
-    if not used():
-        yield
-        return
-    os.kill(_parent, signal.SIGSTOP)
+    stopped = [_parent] if used() else []
     try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
         yield
     finally:
-        os.kill(_parent, signal.SIGCONT)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
 
 
 def _end_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PARENT_ENDS, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as the parent ends
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _serve(requests: socket.socket, prepare: Callable[[int], None]) -> NoReturn:
+def _serve(driver: socket.socket, requests: socket.socket, prepare: Prepare) -> NoReturn:
     """Fork replicas until the driver ends."""
-    assert _zygote is not None
     try:
-        _zygote.close()
+        driver.close()
         _end_with(_driver)
         os.setsid()  # Ctrl-C is the driver's
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
@@ -100,7 +99,6 @@ def _serve(requests: socket.socket, prepare: Callable[[int], None]) -> NoReturn:
         sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "rww"[n]) for n in range(3))
         torch.set_num_threads(1)
         importlib.import_module("torch._dynamo")  # optimizers do
-
         gc.freeze()
         here = os.getpid()
         while True:
@@ -112,41 +110,35 @@ def _serve(requests: socket.socket, prepare: Callable[[int], None]) -> NoReturn:
                     pass
             if not os.fork():
                 _end_with(here)
-                _be_replica(prepare, socket.socket(fileno=fds[0]), *pickle.loads(message))
+                kind, index, *others = pickle.loads(message)
+                prepare(index)
+                _be_replica(socket.socket(fileno=fds[0]), kind, index, *others)
+                break
             os.close(fds[0])
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
 
 def _be_replica(
-    prepare: Callable[[int], None],
-    orders: socket.socket,
-    kind: str,
-    index: int,
-    path: list[str],
-    variables: Mapping[str, str],
-) -> NoReturn:
+    orders: socket.socket, kind: str, index: int, path: list[str], variables: dict[str, str]
+) -> None:
     """Make an actor, which serves as soon as it is told a name."""
     sys.path[:] = path
     os.environ.update(variables)
     random.seed()
     torch.seed()
-    about = SimpleNamespace(
-        get_accelerator_ids=lambda: {"GPU": [str(index)] if kind == "gpu" else []},
-        get_node_id=lambda: NODE,
-    )
-    ray.get_runtime_context = lambda: about
-    prepare(index)
+    gpus = {"GPU": [str(index)] if kind == "gpu" else []}
+    about = {"get_accelerator_ids": lambda: gpus, "get_node_id": lambda: NODE}
+    ray.get_runtime_context = lambda: SimpleNamespace(**about)
     made = actor.ReplicaActor.__ray_metadata__.modified_class(kind, index)
     orders.send(str(os.getpid()).encode())
     if name := orders.recv(1 << 10).decode():
         orders.close()
         made.serve(name)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 class Actor:
@@ -159,13 +151,13 @@ class Actor:
         socket.send_fds(_zygote, [message], [theirs.fileno()])
         theirs.close()
         self._orders.settimeout(300)
-        said = self._orders.recv(100)
-        if not said:
+        pid = int(self._orders.recv(100) or 0)
+        if not pid:
             raise ray_api.RayError("a replica ended as it began")
-        self.pid, self._process = int(said), os.pidfd_open(int(said))
-        hello = describe(torch.device("cpu"), NODE)._replace(pid=self.pid)
-        self.hello = _method(lambda: (hello, actor.versions()))
-        self.serve = _method(self._serve)
+        self._process = os.pidfd_open(pid)
+        hello = describe(torch.device("cpu"), NODE)._replace(pid=pid)
+        self.hello = SimpleNamespace(remote=lambda: (hello, actor.versions()))
+        self.serve = SimpleNamespace(remote=self._serve)
 
     def __del__(self) -> None:
         if hasattr(self, "_process"):
@@ -188,21 +180,12 @@ class Actor:
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
 
-def _method(function: Any) -> Any:
-    return SimpleNamespace(remote=function)
-
-
 # --- in the place of Ray ---
 
 
-class _Actors:
-    """In the place of Ray's class for actors."""
-
-    @staticmethod
-    def options(**options: Any) -> Any:
-        """Take those that matter here."""
-        variables = options.get("runtime_env", {}).get("env_vars", {})
-        return _method(lambda kind, index: Actor(kind, index, variables))
+def _options(**options: Any) -> Any:
+    variables = options.get("runtime_env", {}).get("env_vars", {})
+    return SimpleNamespace(remote=lambda kind, index: Actor(kind, index, variables))
 
 
 def _connect(start: bool = True) -> bool:
@@ -211,26 +194,18 @@ def _connect(start: bool = True) -> bool:
     return True
 
 
-def _make_session() -> Any:
+def _make_session() -> Callable[[], bool]:
     mine = _session
     return lambda: _session is mine
 
 
-def _nodes() -> list[ray_api.Node]:
-    return [ray_api.Node(NODE, {"CPU": float(threads.cores()), "GPU": 2.0})]
-
-
-def _late(refs: Sequence[Any], seconds: float = 0.0) -> list[Any]:
-    return [ref for ref in refs if isinstance(ref, Actor) and ref.lives()]
-
-
-_ANSWERS = {
+_answers: dict[str, Any] = {
     "PAUSE": 0.001,
     "connect": _connect,
     "session": _make_session,
     "here": lambda: NODE,
     "is_private": lambda: True,
-    "nodes": _nodes,
+    "nodes": lambda: [ray_api.Node(NODE, {"CPU": float(threads.cores()), "GPU": 2.0})],
     "living": lambda: frozenset([NODE]),
     "draining": frozenset,
     "free": lambda names: "nobody knows",
@@ -239,16 +214,15 @@ _ANSWERS = {
     "remove": lambda groups: None,
     "strategy": lambda *hold: None,
     "get": lambda ref, timeout=None: None if isinstance(ref, Actor) else ref,
-    "late": _late,
+    "late": lambda refs, seconds=0.0: [r for r in refs if isinstance(r, Actor) and r.lives()],
     "kill": Actor.kill,
 }
-_PLACES = (
-    *((ray_api, name, answer) for name, answer in _ANSWERS.items()),
-    (placement, "is_private", _ANSWERS["is_private"]),
-    (placement, "nodes", _nodes),
-    (starting, "ReplicaActor", _Actors),
-)
-_ray = [getattr(module, name) for module, name, _ in _PLACES]
+_places = [
+    *((ray_api, name, answer) for name, answer in _answers.items()),
+    *((placement, name, _answers[name]) for name in ("is_private", "nodes")),
+    (starting, "ReplicaActor", SimpleNamespace(options=_options)),
+]
+_rays = [getattr(module, name) for module, name, _ in _places]
 
 
 def use(forked: bool) -> None:
@@ -257,7 +231,7 @@ def use(forked: bool) -> None:
     """
     global _session
     _session = object() if forked else None
-    for (module, name, answer), rays in zip(_PLACES, _ray, strict=True):
+    for (module, name, answer), rays in zip(_places, _rays, strict=True):
         setattr(module, name, answer if forked else rays)
 
 

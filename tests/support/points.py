@@ -308,27 +308,26 @@ class Machine:
         """Try one; returns what is wrong."""
         ours, _ = self.pair(point.replicas)
         control, expected, following = self.control(point)
-        program = Program(ours, point.step, point.place)
+        program, way = Program(ours, point.step, point.place), "no error"
         for numbers in self.steps[:-1]:
             program.run(*numbers)
         try:
             with self.armed(point, ours):
                 found = program.run(*self.steps[-1])
         except self.errors as error:
+            way = way_of(error)
             control.load(program.state())
-            if not same(program.run(3, 4, 5), control.run(3, 4, 5)):
-                return f"other numbers in the next steps, after {error!r}"
+            found, expected = program.run(3, 4, 5), control.run(3, 4, 5)
         else:
-            if not same(found, expected):
-                return "other numbers than those of the undisturbed program"
-            if not same(program.run(3), following):
-                return "other numbers in the next step, without an error"
+            found, expected = [*found, *program.run(3)], [*expected, *following]
+        if not (len(found) == len(expected) and all(map(torch.equal, found, expected))):
+            return f"other numbers, after {way}"
         del program
         gc.collect()
         ours.grow(60)
         kept = ours.flush()
         stays = {*itertools.chain(*kept)} != {0}
-        return f"models or graphs that stay: {kept}" if stays else self.left()
+        return f"models or graphs that stay, {kept}, after {way}" if stays else self.left()
 
     def left(self) -> str:
         """Say which processes are not those of these replicas, if they do not end."""
@@ -351,9 +350,7 @@ class Machine:
         try:
             problem = self.attempt(point)
         except BaseException as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            way = [f"{Path(f.filename).stem}:{f.lineno}" for f in frames if ROOT in f.filename]
-            problem = f"{error!r} by way of {' '.join(way[-8:])}"
+            problem = way_of(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if problem:  # what it has broken is made anew
@@ -366,9 +363,11 @@ class Machine:
         return problem
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Tell if both are the same, to the bit."""
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def way_of(error: BaseException) -> str:
+    """Say what was raised, and by which lines of the package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    way = [f"{Path(f.filename).stem}:{f.lineno}" for f in frames if ROOT in f.filename]
+    return f"{error!r} by way of {' '.join(way[-8:])}"
 
 
 class Deaths(Machine):
@@ -504,9 +503,8 @@ class Lines(Machine):
                 executor.close()
         except KeyboardInterrupt:
             executor.close()
-        if not same([*shown, *program.run()], expected):
-            return "other weights than those of the last step"
-        return self.left()
+        same = all(map(torch.equal, [*shown, *program.run()], expected))
+        return self.left() if same else "other weights than those of the last step"
 
     @contextlib.contextmanager
     def armed(self, point: Point, executor: Executor) -> Iterator[None]:
