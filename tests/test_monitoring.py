@@ -96,7 +96,7 @@ def test_status_has_the_table_of_each_executor(fake: Fake) -> None:
     about, *lines = status.render([entry(fake.stats())]).splitlines()
     assert about.endswith("on host7") and lines[:-1] == str(fake.stats()).splitlines()[:-1]
     assert lines[-1].endswith("something\N{REPLACEMENT CHARACTER}[2J rare")
-    assert "No executor is running" in status.render([])
+    assert "No executor runs here" in status.render([])
     assert "last heard of 60 s ago" in status.render([entry(fake.stats(), age=60)])
 
 

@@ -95,8 +95,7 @@ def normalize(device_ids: Sequence[object] | None, options: Options) -> list[Dev
     given = [*device_ids]
     ids = [device_id(entry) for entry in given]
     if not ids:
-        hint = "leave it out to use every GPU of the cluster, or give ids or 'cpu' entries"
-        raise ValueError(f"device_ids=[] names no device: {hint}")
+        raise ValueError("device_ids=[] names no device: leave it out, or give ids or 'cpu's")
     if any(isinstance(entry, int) for entry in ids):
         check_gpus(given, ids, options)
     return ids
@@ -105,10 +104,7 @@ def normalize(device_ids: Sequence[object] | None, options: Options) -> list[Dev
 def all_gpus(options: Options) -> list[int]:
     """Return every GPU of the cluster. None is started where torch sees no or one GPU here."""
     if options.label_selector:
-        raise ValueError(
-            "device_ids=None is every GPU of the cluster, and only Ray knows on which nodes "
-            f"Options(label_selector={dict(options.label_selector)}) is true: give device_ids"
-        )
+        raise ValueError("Options(label_selector=...): give device_ids; only Ray knows which fit")
     own = torch.cuda.device_count() * options.replicas_per_gpu
     cluster = ray_api.connect(start=own > 1)
     return list(range(len(homes("gpu", options)) if cluster else own))

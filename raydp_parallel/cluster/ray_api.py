@@ -116,10 +116,7 @@ def inherited() -> bool:
     return connected() and isinstance(global_worker.core_worker, _ParentsConnection)  # type: ignore[attr-defined]
 
 
-_CLIENT = (
-    "a ray:// client connection cannot run replicas: start the driver on a machine of the cluster "
-    "(ray.init(address='auto')), or submit it as a Ray job"
-)
+_CLIENT = "a ray:// client runs no replicas: use ray.init(address='auto') on a node, or a Ray job"
 _ANSWERS = 5.0
 """Seconds that a cluster may take to accept a connection. Ray itself tries for minutes."""
 
@@ -147,9 +144,8 @@ def connect(start: bool = True) -> bool:
     noted = "" if named else _noted(start)
     if named not in ("", "local") or noted:
         ray.init(address=noted or None)  # Ray would read the note again, which may be another
-        text = "joined the Ray cluster at %s, which %s names (RAY_ADDRESS=local starts one)"
-        who = "a file of `ray start`" if noted else "RAY_ADDRESS"
-        log.info(text, ray.get_runtime_context().gcs_address, who)
+        way = "RAY_ADDRESS (=local starts one)" if named else "what `ray start` noted"
+        log.info("joined the Ray cluster at %s by %s", ray.get_runtime_context().gcs_address, way)
         return True
     if start:
         log.warning("starting Ray on this machine, which takes some seconds")
@@ -290,10 +286,7 @@ def nodes() -> list[Node]:
     living = [Node(entry["NodeID"], entry["Resources"]) for entry in ray.nodes() if entry["Alive"]]
     staying = [node for node in living if node.id not in leaving]
     if not staying:
-        text = (
-            "this program's Ray node is gone, and no other is left; after ray.shutdown() the next"
-        )
-        raise ClusterError(f"{text} call starts or joins another")
+        raise ClusterError("this program's Ray node is gone: call ray.shutdown(), and go on")
     return sorted(staying, key=lambda node: (node.id != first, node.id))
 
 

@@ -70,8 +70,8 @@ class ReplicaSlot:
         pages = "0 0"
         with contextlib.suppress(OSError):  # it has ended, or is not on this machine
             pages = Path(f"/proc/{hello.pid if hello.near else 0}/statm").read_text()
-        memory = int(pages.split()[1]) * mmap.PAGESIZE
-        return ReplicaInfo(self.index, device, hello.node, hello.pid, self.state, hello.gpu, memory)
+        about = hello.node, hello.pid, self.state, hello.gpu, int(pages.split()[1]) * mmap.PAGESIZE
+        return ReplicaInfo(self.index, device, *about)
 
     def __str__(self) -> str:
         info = self.info()

@@ -62,9 +62,8 @@ class Recorder:
             self._free[info.index] = self._clock()
             self._began.setdefault(info.index, self._free[info.index])
             self._counts[info.index]["respawns"] += again
-        verb = "was replaced" if again else "started"
-        where = f"{info.device}, node {info.node[:8]}, pid {info.pid}"
-        self.event(f"replica {info.index} {verb}: {where}")
+        what = f"replica {info.index} {'was replaced' if again else 'started'}: {info.device}"
+        self.event(f"{what}, node {info.node[:8]}, pid {info.pid}")
 
     def died(self, index: int, text: str) -> None:
         """Note the death of a replica."""

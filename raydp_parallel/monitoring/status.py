@@ -11,13 +11,7 @@ from collections.abc import Sequence
 
 from raydp_parallel.monitoring.stats import ExecutorStats, Values, printable
 
-_OLD = 5.0
-"""Seconds after which the text says that an entry is old."""
-
-NOBODY = (
-    "No executor is running in this cluster: none was started, the program has ended, or it runs "
-    "with Options(metrics=False)."
-)
+NOBODY = "No executor runs here: none was started, it has ended, or has Options(metrics=False)."
 
 
 def entry(stats: ExecutorStats) -> Values:
@@ -29,7 +23,7 @@ def entry(stats: ExecutorStats) -> Values:
 def read(entry: Values) -> tuple[str, ExecutorStats]:
     """Read an entry: a text about its process, and the statistics."""
     age = time.time() - entry["posted"]
-    late = f", last heard of {age:.0f} s ago" if age > _OLD else ""
+    late = f", last heard of {age:.0f} s ago" if age > 5 else ""  # it writes once per second
     return f"pid {entry['pid']} on {entry['host']}{late}", ExecutorStats.from_dict(entry["stats"])
 
 

@@ -131,11 +131,12 @@ def test_a_cluster_s_folder_is_its_user_s_own(monkeypatch: pytest.MonkeyPatch) -
             made.rmdir()
 
 
+@pytest.mark.ray  # whose own functions say so
 def test_a_node_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was a KeyError."""
     monkeypatch.setattr(ray_api, "here", str)
     monkeypatch.setattr(ray_api, "draining", frozenset)
-    monkeypatch.setattr(placement, "nodes", list)
+    monkeypatch.setattr(ray_api.ray, "nodes", list)
     with pytest.raises(ClusterError, match="this program's Ray node is gone"):
         at_home([Place("cpu", 0)], Options())
 
