@@ -274,8 +274,8 @@ class Backward:
         """
         call, parts = self._call, self._call.parts
         with call.executor.trip():
-            masters = {part.chunk.master for part in parts.values()}
-            resident: Any = masters.pop().resident if len(masters) == 1 else None
+            master, *more = {part.chunk.master for part in parts.values()}
+            resident: Any = None if more else master.resident
             if resident is not None and not captured:
                 resident.begin()
                 for at in self._needed:
@@ -284,12 +284,11 @@ class Backward:
                         self._kept.add(at)
             others = parts.keys() - self._given.keys()
             chunks = [parts[i] for i in (*self._given, *others)]
-            numbers = [(part.leaves, part.inputs) for part in chunks]
-            adding = Sums(chunks[0].chunk.master, call.leaves, numbers)
+            adding = Sums(master, call.leaves, [(part.leaves, part.inputs) for part in chunks])
             self._run(adding)
             sums = adding.finish(dense=call.unused != "none")
             filled = {call.leaves[at].kind for at in sums}
-            if any([resident.gradients.having(call.leaves[at].tensor) for at in self._kept]):
+            if any([resident.gradients.sums[call.leaves[at].tensor].chunks for at in self._kept]):
                 filled.add("parameter")
             zeros = call.unused == "zeros" and "parameter" in filled
             for at in self._kept:  # of sparse ones the sum comes, and is added to what is kept
@@ -372,7 +371,7 @@ class Backward:
         for i, given in self._given.items():
             part, chunk, makes = call.parts[i], call.parts[i].chunk, self._graphs.get(i)
             for at in self._kept:
-                has = i in chunk.master.resident.gradients.having(call.leaves[at].tensor)
+                has = i in chunk.master.resident.gradients.sums[call.leaves[at].tensor].chunks
                 fates[at] = ADDED if has else KEPT
             try:
                 # One object may stand here twice: both summands of ``a + b`` get the same gradient.

@@ -440,18 +440,19 @@ class Dispatcher:
                 )
             needs = [one for one in call.needs if one is not graph]
             freed = [one for one in needs if one.slot is None]  # by torch
+            answer = None
             try:
                 for one in needs:
                     if not one.on(slot):
                         self.remake(one, slot, call.phase, call.recipes.get(one))
-                graph.life = -1  # until the replica has it
-                answer = None
                 while slot.ready and answer is None:  # it may lack something
                     call.prepare(slot)
                     answer = self.ask(call, slot, 1)
             finally:
                 for one in freed:
                     one.drop()
+                if answer is None:
+                    graph.life = -1  # the replica has none
             if answer is None:
                 return
             self._set.recorder.replayed(slot.index)

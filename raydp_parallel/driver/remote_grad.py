@@ -62,7 +62,6 @@ class RemoteGrad(StandIn):
 
     stand: Stand
 
-    @staticmethod
     def __new__(cls, like: Tensor, source: Resident) -> RemoteGrad:
         """Make one for a parameter."""
         made: RemoteGrad = Tensor._make_wrapper_subclass(

@@ -104,10 +104,6 @@ class Gradients:
             return parameter.grad is None
         return stand.zeroed or (not stand.touched and one.scale is None)
 
-    def having(self, parameter: Tensor) -> set[int]:
-        """Return the chunks that have kept a gradient."""
-        return self.sums[parameter].chunks
-
     def of(self, chunk: int) -> Kept:
         """Return what a chunk has kept so far, which its next backward adds to."""
         return self._kept.setdefault(chunk, Kept(chunk, self.sums))
