@@ -15,6 +15,7 @@ import contextlib
 import copy
 import ctypes
 import errno
+import functools
 import gc
 import importlib
 import itertools
@@ -51,42 +52,26 @@ ROOT = str(Path(raydp_parallel.__file__).parent)
 # --- programs ---
 
 
-def plain(program: Program, x: Tensor) -> list[Tensor]:
-    loss = program.model(x).square().mean()
-    loss.backward()
-    return [loss]
-
-
-def accumulate(program: Program, x: Tensor) -> list[Tensor]:
-    return plain(program, x) + plain(program, 2 * x)
-
-
-def clip(program: Program, x: Tensor) -> list[Tensor]:
-    clips = getattr(program.optimizer, "clip_grad_norm_", None)
-    clips = clips or (lambda most: nn.utils.clip_grad_norm_(program.model.parameters(), most))
-    return [*accumulate(program, x), clips(0.05)]
-
-
 def penalty(program: Program, x: Tensor) -> list[Tensor]:
+    """Learn with a gradient that is differentiated."""
     out = program.model(x.requires_grad_())
     (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    loss = out.square().mean() + slope.square().mean()
-    loss.backward()
+    loss = program.learn(out.square().mean() + slope.square().mean())
     assert x.grad is not None
     return [loss, x.grad]
 
 
-def with_loss(program: Program, x: Tensor) -> list[Tensor]:
-    loss = program.model.with_loss(nn.MSELoss())(x, x[:, :3])
-    loss.backward()
-    return [loss]
-
-
-def maps(program: Program, x: Tensor) -> list[Tensor]:
-    return [*program.model.map(x.split(2))]
-
-
-STEPS = {step.__name__: step for step in (plain, accumulate, clip, penalty, with_loss, maps)}
+STEPS: dict[str, Callable[[Program, Tensor], list[Tensor]]] = {
+    "plain": lambda program, x: [program.learn(program.model(x).square().mean())],
+    "accumulate": lambda program, x: [*STEPS["plain"](program, x), *STEPS["plain"](program, 2 * x)],
+    "clip": lambda program, x: [*STEPS["accumulate"](program, x), program.clip(0.05)],
+    "penalty": penalty,
+    "with_loss": lambda program, x: [
+        program.learn(program.model.with_loss(nn.MSELoss())(x, x[:, :3]))
+    ],
+    "maps": lambda program, x: [*program.model.map(x.split(2))],
+}
+"""What a program does before its optimizer steps; returns what that showed."""
 
 
 class Program:
@@ -96,18 +81,26 @@ class Program:
         torch.manual_seed(0)
         parts = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Tanh()
         net = nn.Sequential(*parts, spectral_norm(nn.Linear(6, 3)))
-        self.model, self._step = DataParallel(net, executor=executor), STEPS[step]
-        make = self.model.optimizer
-        if place == "driver":
-            make = lambda kind, **more: kind(net.parameters(), **more)  # noqa: E731
-        self.optimizer = make(torch.optim.SGD, lr=0.05, momentum=0.9)
+        self.model, self._step = DataParallel(net, executor=executor), step
+        more: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+        if place == "replicas":
+            self.optimizer = self.model.optimizer(torch.optim.SGD, **more)
+            self.clip = self.optimizer.clip_grad_norm_
+        else:
+            self.optimizer = torch.optim.SGD(net.parameters(), **more)
+            self.clip = functools.partial(nn.utils.clip_grad_norm_, [*net.parameters()])
+
+    def learn(self, loss: Tensor) -> Tensor:
+        """Call backward; returns the loss."""
+        loss.backward()
+        return loss
 
     def step(self, number: int) -> list[Tensor]:
         """Make one step; returns what it showed."""
         torch.manual_seed(number)
         self.optimizer.zero_grad()
-        found = [t.detach().clone() for t in self._step(self, torch.randn(12, 5))]
-        if self._step is not maps:
+        found = [t.detach().clone() for t in STEPS[self._step](self, torch.randn(12, 5))]
+        if self._step != "maps":
             self.optimizer.step()
         return found
 
