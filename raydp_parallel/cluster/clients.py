@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import math
 import os
+import re
 import select
 import signal
 import socket
+import struct
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -32,6 +35,11 @@ _GRACE = 0.5
 """Seconds in which Ray may end a process; it takes 50 ms."""
 _CAUSE = 5.0
 """Seconds that Ray may take to say why a process ended."""
+_GET_INFO, _EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("Q52xi")
+"""The kernel's question for a process, with its form: what is asked for, and the exit status."""
+OWN = re.compile("no answer|its process ended (with|by) (?!SIGKILL)")
+"""Tells causes that lie in what a replica did. SIGKILL comes from outside, or for want of memory.
+"""
 
 
 class Gone(Exception):
@@ -42,8 +50,7 @@ class ActorClient:
     """An actor; its life is the Ray call that lasts as long as it does."""
 
     link = "ray"  # how bytes go
-    closed = False  # this end has hung up
-    phase = ""  # see `Channel`
+    unsent: int | None = None  # see `Channel`
 
     def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
         self.actor, self.hello, self._life = actor, hello, life
@@ -53,26 +60,23 @@ class ActorClient:
     @contextlib.contextmanager
     def _line(self, timeout: float | None) -> Iterator[None]:
         """Hang up if a message cannot be carried as a whole: another process takes over."""
-        if self.closed or not self._in_session():  # a call by Ray would start another cluster
+        if not self._in_session():  # a call by Ray would start another cluster
             raise Gone("its connection was closed")
         until = time.monotonic() + (timeout or math.inf)
-        why = ""
         try:
             yield
-        except BaseException as error:
-            if isinstance(error, ray_api.TaskError):  # this is the answer
-                self.phase = ""
+        except Exception as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= until:
-                why = f"no answer within {timeout:g} s, Options(call_timeout)"
-            elif isinstance(error, ray_api.RayError) and not isinstance(error, ray_api.TaskError):
+                why = f"no answer within {timeout:g} s, Options(call_timeout), or of a process's "
+                why += "first call placement_timeout"
+            elif isinstance(error, ray_api.RayError):
                 why = ray_api.in_short(error)
             elif isinstance(error, EOFError) or getattr(error, "errno", None) in _GONE:
-                why = "its process ended"
-            if why or self.phase in ("sends", "receives"):
-                self.close()
-            if why:
-                raise Gone(why) from error
-            raise
+                why = self.ended()
+            else:
+                raise
+            self.close()
+            raise Gone(why) from error
 
     def deliver(self, number: int, ref: object) -> None:
         """Let Ray bring an object of its store for a request that names the number."""
@@ -82,6 +86,10 @@ class ActorClient:
         """Let the dashboard show a text as the replica's work."""
         if self._in_session():
             self.actor.work.options(name=text).remote()
+
+    def ended(self) -> str:
+        """Say how the process ended, as far as the kernel knows."""
+        return "its process ended"
 
     def cause(self) -> str | None:
         """Ask Ray why the process ended; None if it runs, or nobody knows.
@@ -126,6 +134,7 @@ class NearClient(ActorClient):
         self._socket = sock.fileno()
         self._process = os.pidfd_open(hello.pid)
         weakref.finalize(self, os.close, self._process).atexit = False
+        self._log = os.path.realpath(f"/proc/{hello.pid}/fd/2")
         self._end, self._poll = select.poll(), select.poll()
         self._end.register(self._process, select.POLLIN)
         # Children of a replica may hold its end of the socket open when it has ended.
@@ -138,9 +147,9 @@ class NearClient(ActorClient):
         self.link = "ipc"
 
     @property
-    def phase(self) -> str:  # type: ignore[override]
-        """Where the last request and its answer are."""
-        return self._channel.phase
+    def unsent(self) -> int | None:  # type: ignore[override]
+        """See `Channel`."""
+        return self._channel.unsent
 
     def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
@@ -154,7 +163,6 @@ class NearClient(ActorClient):
         if self.hello.device == "cpu":
             threads.rest()  # the replica computes on the same cores
         with self._line(timeout):
-            # Ctrl-C may come here: the answer is still owed then.
             ready = self._poll.poll(None if timeout is None else timeout * 1e3)
             if not ready:
                 raise TimeoutError
@@ -164,17 +172,33 @@ class NearClient(ActorClient):
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
-        return self.closed or bool(self._poll.poll(seconds * 1e3))
+        return self.unsent != 0 or bool(self._poll.poll(seconds * 1e3))
 
     def alive(self) -> bool:
         """Tell if it still runs, without waiting."""
         return not self._end.poll(0)
 
+    def ended(self) -> str:
+        """Say how the process ended, which Linux knows since 6.15, and where its log is."""
+        self._end.poll(_GRACE * 1e3)  # its sockets end before
+        how, info = "", bytearray(_INFO.pack(_EXIT, 0))
+        with contextlib.suppress(OSError, ValueError):  # an older Linux; a signal without a name
+            fcntl.ioctl(self._process, _GET_INFO, info)
+            known, status = _INFO.unpack(info)
+            if known & _EXIT:
+                how = f" with exit code {status >> 8}"
+            if known & _EXIT and status & 0x7F:
+                how = f" by {signal.Signals(status & 0x7F).name}"
+        return f"its process ended{how}; its log is {self._log}"
+
+    def cause(self) -> str | None:
+        """Say why the process ended: as the kernel says, else as Ray does."""
+        found = self.ended()
+        return found if OWN.match(found) else super().cause()
+
     def close(self) -> None:
         """Hang up."""
-        if not self.closed:
-            self.closed = True
-            self._channel.close()
+        self._channel.close()
 
     def end(self) -> None:
         """End the process: by Ray, which reports others' kills to the user as accidents. Ray takes
@@ -196,11 +220,14 @@ class FarClient(ActorClient):
         with self._line(timeout):
             parts = flat(request)
             self.moved[0] += parts[2].nbytes
-            self._answer, self.phase = self.actor.answer.remote(*parts), "owed"
+            self.unsent = len(parts)
+            self._answer = self.actor.answer.remote(*parts)
+            self.unsent = 0
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
-        return not self._in_session() or not ray_api.late([self._answer], seconds)
+        gone = self.unsent != 0 or not self._in_session()
+        return gone or not ray_api.late([self._answer], seconds)
 
     def receive(self, timeout: float | None, home: torch.device = _CPU) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
@@ -208,7 +235,7 @@ class FarClient(ActorClient):
         """
         with self._line(timeout):
             found: Flat = ray_api.get(self._answer, timeout)
-        self._answer, self.phase = None, ""
+        self.unsent = self._answer = None
         self.moved[1] += found[2].nbytes
         return unflat(found, home)
 

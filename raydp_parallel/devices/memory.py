@@ -159,10 +159,11 @@ def wait_for_readers(reading: torch.cuda.Stream | None, waited: torch.cuda.Strea
     """Wait for all streams that read windows of models, and for one that reads another window, but
     for one that was waited for.
     """
-    for stream in {*_readers, reading} - {waited}:
-        if stream is not None:
-            stream.synchronize()
-    _readers.clear()
+    streams = {*_readers, reading} - {waited, None}
+    _readers.clear()  # also where one of them has failed: it reads nothing any more
+    for stream in streams:
+        assert stream is not None
+        stream.synchronize()
 
 
 def total(run: Tensor) -> int:
@@ -182,6 +183,8 @@ def upload(
     flat, stream = window.memory, None
     if flat.is_cuda:
         stream = torch.cuda.current_stream(flat.device)
+        if flat.device != device:
+            flat = flat[: layout.size].to(device)
     elif device.type == "cuda":
         flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
         stream = _up(window, flat, 0, layout.size)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from raydp_parallel.cluster.clients import Gone
+from raydp_parallel.cluster.clients import OWN, Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver.gradients import Sums
@@ -46,8 +45,9 @@ _CPU = torch.device("cpu")
 _LOOK = 0.05
 """Seconds between two looks whether the members of a group still live."""
 _MOST_DEATHS = 6
-_MOST_SILENT = 2
-"""Deaths of one chunk, and calls without an answer, after which it is taken for their cause."""
+_MOST_ALIKE = 2
+"""Deaths of one chunk after which it is taken for their cause: of all, and by one cause of its own.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,16 +126,16 @@ class Pending:
     slot: ReplicaSlot
     call: Call
     life: int
-    before: tuple[int, ...] = ()  # bytes that had been sent, and received
     sent: bool = False  # the replica got it
     answer: Answer | None = None  # if it had to be taken before somebody asked for it
     gone: str | None = None  # the cause of the replica's end, if that came first
 
     @property
     def lives(self) -> bool:
-        """Tell if the replica that it was sent to still lives."""
-        slot = self.slot
-        return slot.ready and slot.life == self.life and bool(slot.client.alive())
+        """Tell if the replica that it was sent to still lives, and owes the answer or gave it."""
+        slot, client = self.slot, self.slot.client
+        here = slot.ready and slot.life == self.life and bool(client.alive())
+        return here and (self.answer is not None or client.unsent == 0)
 
 
 def own(answer: Answer) -> Answer:
@@ -166,7 +166,8 @@ class Flight:
     sent: dict[int, Pending] = field(default_factory=dict)  # in this attempt, by chunk
     answers: dict[int, Answer] = field(default_factory=dict)  # by chunk
     taken: int = 0  # how many gradients were added
-    deaths: Counter[int] = field(default_factory=Counter)  # that may be the chunk's fault, by chunk
+    # The causes of deaths that may be the chunk's fault, by chunk.
+    deaths: dict[int, list[str]] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -287,16 +288,17 @@ class Dispatcher:
 
     def _died(self, flight: Flight, chunk: int, pending: Pending) -> str:
         """Note the death of a chunk's replica, and say it. Too many of them raise."""
-        phase = pending.call.phase
-        silent = pending.gone is not None and pending.gone.startswith("no answer")
+        phase, cause = pending.call.phase, str(pending.gone)
+        own, causes = OWN.match(cause), flight.deaths.setdefault(chunk, [])
         # One that had worked, and is gone, did not die of this chunk.
-        flight.deaths[chunk] += silent or pending.sent or not pending.slot.answered
-        deaths = flight.deaths[chunk]
-        if deaths >= (_MOST_SILENT if silent else _MOST_DEATHS):
-            hint = "takes longer than it may" if silent else "ends its process"
+        if own or pending.sent or not pending.slot.answered:
+            causes.append(cause.partition(";")[0])
+        deaths = causes.count(causes[-1]) if own else len(causes)
+        if deaths >= (_MOST_ALIKE if own else _MOST_DEATHS):
             raise ReplicaDied(
                 f"{deaths} replicas died of chunk {chunk} in {phase}, one after the other, the "
-                f"last of them: {pending.gone}. It seems that the chunk {hint}"
+                f"last of them: {cause}. It seems that the chunk ends its process, or takes longer "
+                "than it may"
             )
         if pending.sent:
             self._set.recorder.replayed(pending.slot.index)
@@ -330,31 +332,25 @@ class Dispatcher:
             pending.gone = slot.cause
             return pending
         request = call.request(slot, attempt)
-        forget: list[int] = []
+        forget = (*slot.forget,)  # finalizers of any thread add to them meanwhile
         if isinstance(request, (ForwardRequest, BackwardRequest, Forget)):
-            while slot.forget:  # finalizers of any thread add to them meanwhile
-                forget.append(slot.forget.pop())
-            request = request._replace(forget=tuple(forget))
-        if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
-            call.makes.slot, call.makes.life = slot, slot.life
+            request = request._replace(forget=forget)
         try:
-            slot.pending, pending.before = pending, tuple(slot.client.moved)
+            slot.pending = pending
+            if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
+                call.makes.slot, call.makes.life = slot, slot.life
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
-            slot.pending, pending.gone = None, str(gone)
-            self._set.lost(slot, pending.life, call.phase, pending.gone)
+            self._gone(pending, gone)
             return pending
         except BaseException:
-            if slot.client.closed:
+            if slot.client.unsent is None:  # the replica knows nothing of it
                 slot.pending = None
-                self._set.lost(slot, pending.life, call.phase, "an exception, such as Ctrl-C")
-            elif slot.client.phase != "owed":
-                # It was not sent, so that the replica does not know this yet.
-                slot.pending = None
-                slot.forget.extend(forget)
                 if call.makes is not None:
                     call.makes.life = -1
             raise
+        if isinstance(request, (ForwardRequest, BackwardRequest, Forget)):
+            del slot.forget[: len(forget)]
         pending.sent = True
         recorder = self._set.recorder
         if isinstance(request, (ForwardRequest, ResumeRequest)) and request.update is not None:
@@ -381,27 +377,31 @@ class Dispatcher:
         if pending.answer is not None or pending.gone is not None:
             return pending.answer
         slot, call, client = pending.slot, pending.call, pending.slot.client
-        if slot.life != pending.life:
-            pending.gone = "it was replaced"
-            return None
+        home = _CPU if call.master is None else call.master.home
         try:
-            home = _CPU if call.master is None else call.master.home
+            if slot.life != pending.life:
+                raise Gone("it was replaced")
+            if client.unsent != 0:  # see [Note: crash-only]
+                raise Gone("an exception, such as Ctrl-C, came within a message")
             pending.answer = answer = client.receive(self._limit(pending), home)
         except Gone as gone:
-            pending.gone = str(gone)
-            self._set.lost(slot, pending.life, call.phase, pending.gone)
+            self._gone(pending, gone)
             return None
-        finally:
-            if pending.answer is None and pending.gone is None and client.phase != "owed":
-                pending.gone = "its answer was lost"  # the frame was read, and an exception came
-                slot.revisions.clear()  # if that was a step, it may have been made
-            over = pending.answer is not None or pending.gone or slot.life != pending.life
-            if slot.pending is pending and over:
-                slot.pending = None
-        sent, got = [now - then for now, then in zip(client.moved, pending.before, strict=True)]
+        if slot.pending is pending:
+            slot.pending = None
+        sent, got = client.moved
+        client.moved[:] = 0, 0
         rows, name = call.work
         self._set.recorder.answered(slot.index, rows, answer.busy, sent, got, name)
         return pending.answer
+
+    def _gone(self, pending: Pending, why: Gone) -> None:
+        """Note that a replica is gone that was asked for something."""
+        slot = pending.slot
+        self._set.lost(slot, pending.life, pending.call.phase, str(why))
+        pending.gone = str(why)
+        if slot.pending is pending:
+            slot.pending = None
 
     def ask(self, call: Call, slot: ReplicaSlot | None = None, attempt: int = 0) -> Answer | None:
         """Call the replica of a slot, by default the call's own, and no other; returns None if it

@@ -10,8 +10,9 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -26,6 +27,8 @@ from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.codec import Flat, flat, unflat
 from raydp_parallel.wire.messages import Answer
+
+Sent = TypeVar("Sent")
 
 
 def fetched(ref: ray.ObjectRef[object]) -> object:
@@ -80,6 +83,9 @@ _aside: Any = functools.partial(ray.method, concurrency_group="aside")
 class ReplicaActor:
     """A replica as a Ray actor, on a ``"cpu"`` or a ``"gpu"``, and its number in the executor."""
 
+    _channel: Channel | None = None  # to a driver on this machine
+    _failed = False  # the last answer was an exception
+
     def __init__(self, kind: str, index: int) -> None:
         replica.own_process = True
         sys.breakpointhook = _refuse_debugger  # Ray's own waits until a debugger connects
@@ -111,42 +117,46 @@ class ReplicaActor:
                 return str(error)
             if peer(sock)[1] != os.getuid():
                 return "another user has its socket"
-            channel = Channel(sock, self._device, self._device.type == "cuda")
-            self._enter_device()
+            channel = self._channel = Channel(sock, self._device, self._device.type == "cuda")
             with contextlib.suppress(EOFError, ConnectionError):
                 while True:
-                    request = answer = None  # no memory of theirs while the next one needs some
-                    try:
-                        request = channel.receive()
-                        if isinstance(request, trial.Trial):
-                            trial.answer(channel, request, self._device)
-                            continue
-                        answer = self._answer(request)
-                        channel.send(answer)
-                    except (EOFError, ConnectionError):
-                        raise
-                    except Exception as error:
-                        # Of loading: the frame was read, and is lost. Or of making the message:
-                        # nothing was sent.
-                        failure = exceptions.failure(error, None)
-                        channel.send(Answer(failure=failure, lacking=request is None))
-                    threads.rest()  # before the driver's next work wants the cores
-                    self._replica.settle()
+                    self._respond(channel.receive, channel.send)
         return ""
 
     def answer(self, *parts: Any) -> Flat:
         """Answer a driver on another machine."""
-        self._enter_device()
-        found = flat(self._answer(unflat(parts, self._device)))
-        self._replica.settle()
-        return found
+        return self._respond(lambda: unflat(parts, self._device), flat)
 
-    def _enter_device(self) -> None:
-        """Let ``"cuda"`` without a number be the replica's GPU: CUDA keeps that for each thread."""
+    def _respond(
+        self, receive: Callable[[], Request | trial.Trial], send: Callable[[Answer], Sent]
+    ) -> Sent:
+        """Answer a request. What fails as it is loaded, or as the answer is made, is the answer."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._device)  # for "cuda" without a number; each thread has one
+            if self._failed:
+                torch.cuda.synchronize()  # after a device-side assert this fails for ever
+        self._replica.settle()
+        request = answer = None
+        try:
+            request = receive()
+            answer = self._answer(request)
+            sent = send(answer)
+        except Exception as error:
+            if self._channel is not None and self._channel.unsent is not None:
+                raise  # see [Note: crash-only]
+            if answer is None or answer.failure is None:
+                answer = Answer(failure=exceptions.failure(error, None), lacking=request is None)
+            sent = send(answer)
+        self._failed = answer.failure is not None
+        threads.rest()  # before the driver's next work wants the cores
+        if not self._failed:
+            self._replica.settle()
+        return sent
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request | trial.Trial) -> Answer:
+        if isinstance(request, trial.Trial):
+            assert self._channel is not None
+            return trial.answer(self._channel, request, self._device)
         try:
             return self._replica.answer(request)
         finally:

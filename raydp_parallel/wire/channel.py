@@ -4,10 +4,18 @@ A frame is a header, pickled bytes and, the first time, the geometry of the tens
 The tensors lie in a window of the sender's, which goes with the frame that first uses it: as a
 descriptor, or, if both processes compute on one GPU and that was tried, as torch's description of
 memory there. They are valid until the sender's next frame.
+
+[Note: crash-only]
+An exception may come at any point, of whatever kind: for want of memory or of a descriptor, of a
+signal's handler, Ctrl-C. If it comes while a frame is on its way, the connection is over, and the
+replica is replaced as one that was killed. So nothing of a connection is ever repaired. One that
+comes before the first byte of a request, or while its answer is waited for, ends nothing.
 """
 
 from __future__ import annotations
 
+import array
+import contextlib
 import errno
 import pickle
 import socket
@@ -60,9 +68,15 @@ class Channel:
         self._in: dict[bool, Run] = {}
         self._reading: torch.cuda.Stream | None = None  # it may still read the other end's window
         self.moved = [0, 0]  # bytes of tensors, sent and received
-        # An exception may come at any point, of a signal's handler, too: "sends" and "receives" are
-        # of a frame that is not whole, "owed" is of one whose answer is to come.
-        self.phase = ""
+        # Minus the length of a frame on its way, and how much the socket took of it, in pieces.
+        self._way: list[int] = []
+
+    @property
+    def unsent(self) -> int | None:
+        """The bytes of a request that were not sent: 0 while the whole answer is owed. None if no
+        frame is on its way.
+        """
+        return -sum(self._way) if len(self._way) > 1 else None
 
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message. Tensors of the last one are overwritten.
@@ -102,8 +116,8 @@ class Channel:
         if layout.size:
             waited = memory.download(packet.tensors, layout, window)
         # The other end may write to what this one reads once it has this frame.
-        memory.wait_for_readers(self._reading, waited)
-        self._reading = None
+        reading, self._reading = self._reading, None
+        memory.wait_for_readers(reading, waited)
         self._frames += 1
         summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)
         if summed and layout.size:
@@ -114,14 +128,15 @@ class Channel:
         about = pickle.dumps((number, new, near, size, export, shared, total))
         data = b"".join((_HEADER.pack(len(packet.body), len(about)), about, packet.body))
         self._sock.settimeout(timeout)
-        self.phase = "sends"
-        begun = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
-        while begun < len(data):
-            begun += self._sock.send(memoryview(data)[begun:])
+        self._way = [-len(data)]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        while self.unsent != 0:  # each piece is noted before a signal's handler runs
+            rest = [memoryview(data)[sum(self._way) :]]
+            self._way.extend(map(self._sock.sendmsg, [rest], [rights]))
+            rights = []
         # Only now does the other end know them.
         self._known[specs], self._out[near] = known, window
         self.moved[0] += layout.size
-        self.phase = "owed"
 
     def receive(self, timeout: float | None = None, device: torch.device | None = None) -> Any:
         """Receive a message; its tensors are valid until the other end's next one, unless they were
@@ -133,15 +148,13 @@ class Channel:
 
         Raises:
             EOFError: The other process ended.
-            TimeoutError: Nothing came in time, or the rest did not. Then nothing can be received
-                any more.
+            TimeoutError: Nothing came in time, or the rest did not.
             TransferError: Other bytes came than were sent.
         """
         self._sock.settimeout(None if timeout is None else max(timeout, _LEAST))
-        self.phase = "receives"
+        self._way = [-_HEADER.size, 0]
         header, fds, flags, _ = socket.recv_fds(self._sock, _HEADER.size, _DESCRIPTORS)
         if flags & socket.MSG_CTRUNC:  # memory did not arrive that the other end believes to share
-            self.close()
             raise OSError(errno.EMFILE, "no free descriptor for memory that another process shares")
         header += self._read(_HEADER.size - len(header))
         body, length = _HEADER.unpack(header)
@@ -156,7 +169,7 @@ class Channel:
         windows = [Window(n, fd, private=True) for n, fd in zip(shared, fds, strict=True)]
         layout, device = self._theirs[number], device or self._device
         self.moved[1] += layout.size
-        self.phase = ""
+        self._way = []
         if not layout.specs:
             return codec.decode(data, [], windows, device)
         window = self._in.get(near, _NOTHING)
@@ -170,12 +183,9 @@ class Channel:
         return codec.decode(data, row, windows, device)
 
     def drop_windows(self) -> None:
-        """Make new windows for the next messages."""
-        self._out.clear()
-
-    def let_go(self) -> None:
-        """Read nothing more from the other end's windows: it makes new ones."""
+        """Read nothing more from the windows of before, and make new ones for the next messages."""
         self._in.clear()
+        self._out.clear()
 
     def _read(self, count: int) -> bytes:
         found: list[bytes] = []  # no memory for a length before its bytes come
@@ -189,8 +199,10 @@ class Channel:
     def close(self) -> None:
         """Hang up: the other end ends, and reads nothing any more."""
         self._sock.close()
+        self._way = []
         mine = self._out.get(True)
-        if isinstance(mine, GpuWindow):
-            mine.unread()
+        with contextlib.suppress(RuntimeError):  # of a GPU that does not answer any more
+            memory.wait_for_readers(self._reading, None)
+            if isinstance(mine, GpuWindow):
+                mine.unread()
         self.drop_windows()
-        self.let_go()

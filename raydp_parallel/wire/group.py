@@ -65,7 +65,9 @@ _PART, _LEFT = 1 << 16, 1
 _DESCRIPTORS = 16
 """Descriptors that a store with a port may need."""
 _SOON = 10.0
-"""Seconds in which members that are alive find each other."""
+"""Seconds in which members that are alive come."""
+_TRY, _TRIES = 1.0, 5
+"""Seconds in which they then connect to each other, and how often gloo tries that."""
 
 
 def open_store(members: int, host: str | None) -> Any:
@@ -154,10 +156,11 @@ class Exchange:
         self._begun: Any = None  # the operation that is on its way
         self._nccl: Any = None
         self.closed = False
-        # For one that dies now: less than the driver waits for an answer.
-        soon = min(self._patience / 2, timedelta(seconds=_SOON))
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout, options._threads = soon, 2
+        # For one that dies now: less than the driver waits for an answer, also one after the other.
+        third = self._patience / 3
+        soon, options = min(third, timedelta(seconds=_SOON)), dist.ProcessGroupGloo._Options()
+        options._timeout = min(third / _TRIES, timedelta(seconds=_TRY))
+        options._threads = 2
         try:
             if isinstance(request.address, Window):
                 host = "127.0.0.1"
@@ -170,6 +173,9 @@ class Exchange:
                     host = probe.getsockname()[0]
                 self._store = dist.TCPStore(*request.address, is_master=False, timeout=soon)
                 self._store.set_timeout(self._patience)
+            everyone = [f"here/{rank}" for rank in range(self.size)]
+            self._store.set(everyone[self.rank], b"1")
+            self._store.wait(everyone, soon)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             store = dist.PrefixStore("gloo", self._store)
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, options)

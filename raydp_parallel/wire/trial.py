@@ -49,21 +49,17 @@ def try_ipc(channel: Channel, device: torch.device) -> None:
                 raise TransferError(f"the replica cannot use them: {answer.failure.text}")
             if not torch.equal(answer.value[0], ~sent):
                 raise TransferError("other bytes arrived than were sent")
-    # Windows were larger than the next messages may be. Torch frees one at once if its reader lets
-    # go of it first: of the replica's this process does, before the replica drops it.
-    channel.let_go()
+    channel.drop_windows()  # they were larger than the next messages may be
     channel.send(Trial([]))
     channel.receive(_PATIENCE)
-    channel.drop_windows()
 
 
-def answer(channel: Channel, trial: Trial, device: torch.device) -> None:
-    """Answer a trial, in the replica."""
+def answer(channel: Channel, trial: Trial, device: torch.device) -> Answer:
+    """Make the answer to a trial, in the replica."""
     channel.ipc = device
     if not trial.tensors:
-        channel.let_go()
         channel.drop_windows()
-    channel.send(Answer(value=[_late(~t) for t in trial.tensors]))
+    return Answer(value=[_late(~t) for t in trial.tensors])
 
 
 def try_group(exchange: Exchange, device: torch.device) -> None:

@@ -212,7 +212,7 @@ def answered(gpus: FakeGpus) -> Channel:
             contextlib.closing(theirs),
         ):
             while True:
-                trial.answer(theirs, theirs.receive(device=gpu), gpu)
+                theirs.send(trial.answer(theirs, theirs.receive(device=gpu), gpu))
 
     threading.Thread(target=serve, daemon=True).start()
     return ours

@@ -577,9 +577,8 @@ class Near:
         self._replica = Replica(device)
         self._owed: deque[int] = deque()
 
-    closed = False
     moved = property(lambda self: self.channel.moved)
-    phase = property(lambda self: self.channel.phase)
+    unsent = property(lambda self: self.channel.unsent)
 
     def send(self, request: Any, timeout: float | None) -> None:
         """Send a request, and let the replica answer it."""
@@ -608,7 +607,10 @@ class Near:
     def deliver(self, number: int, ref: Any) -> None:
         """Deliver nothing."""
 
-    show = cause = deliver  # type: ignore[assignment]
+    show = deliver  # type: ignore[assignment]
+
+    def cause(self) -> None:
+        """Know none."""
 
     def close(self) -> None:
         """Hang up."""
@@ -633,7 +635,7 @@ class NearStarter:
         """One."""
         return 1
 
-    def start(self, wanted: Mapping[Any, int], _background: bool = False) -> dict[Any, Near]:
+    def start(self, wanted: Mapping[Any, int], background: bool = False) -> dict[Any, Near]:
         """Start a replica in each place."""
         return {place: self._make(index) for place, index in wanted.items()}
 
