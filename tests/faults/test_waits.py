@@ -139,7 +139,7 @@ def test_a_limit_below_the_imports_of_a_new_process(monkeypatch: pytest.MonkeyPa
         return None
 
     monkeypatch.setattr(Dispatcher, "_limit", noted)
-    with Executor(["cpu"] * 2, options=Options(call_timeout=1.0)) as executor:
+    with Executor(["cpu"] * 2, options=Options(call_timeout=20.0)) as executor:
         model = DataParallel(Net(8, 2), executor=executor)
         model(X)
         optimizer = model.optimizer(torch.optim.AdamW, lr=0.1)
@@ -150,7 +150,7 @@ def test_a_limit_below_the_imports_of_a_new_process(monkeypatch: pytest.MonkeyPa
     for phases in limits.values():
         first = [*dict(reversed(phases)).items()][::-1]
         assert first[:2] == [("forward", start), ("resume", start)] and len(first) > 3
-        assert {limit for _, limit in phases if limit != start} == {1.0}
+        assert {limit for _, limit in phases if limit != start} == {20.0}
 
 
 class Deadly(torch.optim.SGD):
