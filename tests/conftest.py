@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import on_gpus  # before torch
+
+# isort: split
 import forked
 import pytest
 import torch
@@ -31,10 +34,12 @@ _on_ray: bool | None = None  # None: neither has begun
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--long`` adds the tests that take their time, ``--ray`` runs all on Ray, ``--nodes 2`` on
     several nodes of it, so that all replicas are far. ``--way sent`` maps no weights, ``--way
-    deadly`` ends the replica that is called, every 50th time.
+    deadly`` ends the replica that is called, every 50th time. ``--device`` has them on stand-in
+    GPUs: see tests/device/on_gpus.py.
     """
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
     parser.addoption("--smoke", action="store_true", help="run each tenth test that needs no Ray")
+    parser.addoption("--device", choices=on_gpus.PLACES, default="cpu", help="where they run")
     parser.addoption("--ray", action="store_true", help="run all tests on Ray")
     parser.addoption("--nodes", type=int, default=0, help="as many, beside the driver's head")
     parser.addoption("--way", choices=("", "sent", "deadly"), default="", help="of a call")
@@ -45,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let replicas compute with one thread, as tests do."""
     global _nodes
     _nodes = config.getoption("--nodes")
+    on_gpus.use()
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests and not config.getoption("--ray") and not _nodes:
         forked.start()
@@ -95,6 +101,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--long"):
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if on_gpus.asked() != "cpu":
+        config.hook.pytest_deselected(items=[item for item in items if needs_ray(item)])
+        items[:] = [item for item in items if not needs_ray(item)]
     items.sort(key=needs_ray, reverse=True)
     if config.getoption("--smoke"):
         chosen = [item for item in items if not needs_ray(item)][::10]
@@ -164,10 +173,12 @@ def leave() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    """Begin each test with the same random numbers, and one thread."""
+def fixed_seed() -> Iterator[None]:
+    """Begin each test with the same random numbers, one thread, and the device asked for."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    with on_gpus.placed():
+        yield
 
 
 class Executors:

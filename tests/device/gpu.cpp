@@ -9,6 +9,24 @@ _object* THPVariable_Wrap(const at::TensorBase& tensor);
 
 using namespace gpu;
 
+extern "C" {
+extern _object* PyExc_RuntimeError;
+void PyErr_SetString(_object*, const char*);
+}
+
+// Calls a function whose errors become Python's: ctypes passes none of C++'s on.
+template <class Function>
+auto told(Function function) -> decltype(function()) {
+  try {
+    return function();
+  } catch (const c10::Error& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  return decltype(function())();
+}
+
 #pragma GCC visibility push(default)
 extern "C" {
 
@@ -36,15 +54,18 @@ int standin_choose(int device) {
 }
 int64_t standin_stream(int device) { return chosen[number(device)]; }
 void standin_choose_stream(int device, int64_t id) { chosen[device] = id; }
-double standin_elapsed(void* one, void* other) { return Guard().elapsedTime(one, other, 0); }
+double standin_elapsed(void* one, void* other) {
+  return told([&] { return Guard().elapsedTime(one, other, 0); });
+}
 _object* standin_generator(int device) { return THPGenerator_Wrap(generator(device)); }
 
 // What tests ask for, by name: -1 if there is no such number.
 int64_t standin_number(const char* name, int device) {
   Lock lock;
   auto& all = state();
-  auto& one = chips().at(device);
   std::string asked = name;
+  if (asked == "inherited") return all.inherited;
+  auto& one = chips().at(device);
   if (asked == "started") return one.started;
   if (asked == "live") return one.live;
   if (asked == "peak") return one.peak;
@@ -65,6 +86,7 @@ void standin_switch(const char* name, int value) {
   if (asked == "others_first") state().others_first = value;
   if (asked == "no_register") state().no_register = value;
 }
+void standin_forget_torn() { state().torn = 0; }
 void standin_reset_peak(int device) { chips().at(device).peak = chips().at(device).live; }
 void standin_collect() {
   Lock lock;
@@ -73,18 +95,22 @@ void standin_collect() {
 
 int standin_register(char* at, size_t size) { return register_host(at, size); }
 int standin_unregister(char* at) { return unregister_host(at); }
-void standin_resize(c10::StorageImpl* storage, size_t bytes) { resize_storage(storage, bytes); }
+void standin_resize(c10::StorageImpl* storage, size_t bytes) {
+  told([&] { resize_storage(storage, bytes); });
+}
 
 // A handle of exported memory: descriptor, offset and the number of the count of its readers.
 void standin_export(c10::StorageImpl* storage, int64_t* handle) {
-  Chip& one = chip(storage->device().index());
-  handle[0] = one.fd;
-  handle[1] = static_cast<const char*>(storage->data()) - one.front;
-  handle[2] = exported(*storage);
+  told([&] {
+    Chip& one = chip(storage->device().index());
+    handle[0] = one.fd;
+    handle[1] = static_cast<const char*>(storage->data()) - one.front;
+    handle[2] = exported(*storage);
+  });
 }
 _object* standin_open(int pid, int fd, int64_t offset, int64_t bytes, int64_t number, int device) {
-  return THPVariable_Wrap(opened(pid, fd, offset, bytes, number, device));
+  return told([&] { return THPVariable_Wrap(opened(pid, fd, offset, bytes, number, device)); });
 }
-int standin_read(int pid, int fd, int64_t number) { return read(pid, fd, number); }
+void standin_read(int pid, int fd, int64_t number) { read(pid, fd, number); }
 }
 #pragma GCC visibility pop

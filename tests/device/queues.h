@@ -7,6 +7,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -86,6 +87,8 @@ struct Arena {  // memory of another process's device
 
 struct State {
   std::vector<Chip> chips;
+  std::atomic<bool> counted{false};
+  bool inherited = false;  // a parent's device
   std::vector<Arena> foreign;
   std::string failed;   // a kernel did: as with CUDA, the process computes nothing more
   std::string untaken;  // an error that the next launch tells of
@@ -154,24 +157,36 @@ inline void wait_for(Queue& queue, Queue& other, int64_t position) {
 inline thread_local int current = 0;
 inline thread_local std::map<int, int64_t> chosen;  // this thread's stream of each device
 
+// A forked process has nothing of its parent's device: it counts anew, or, where the parent's was
+// started, can do nothing with it.
+inline void forked() {
+  for (auto& one : state().chips) state().inherited = state().inherited || one.started;
+  if (!state().inherited) {
+    state().chips.clear();
+    state().counted = false;
+  }
+}
+
 // Counts devices once, as CUDA does, by the mask of the environment.
 inline std::vector<Chip>& chips() {
-  static auto* once = new std::once_flag;
-  std::call_once(*once, [] {
-    const char *number = std::getenv("STANDIN_GPUS"), *mask = std::getenv("CUDA_VISIBLE_DEVICES");
-    int machine = number ? std::atoi(number) : 2;
-    std::vector<int> visible;
-    for (int n = 0; n < machine && !mask; ++n) visible.push_back(n);
-    while (mask && *mask) {
-      char* end;
-      long n = std::strtol(mask, &end, 10);
-      if (end == mask || n < 0 || n >= machine) break;  // the rest counts for nothing
-      visible.push_back(int(n));
-      mask = *end == ',' ? end + 1 : "";
-    }
-    state().chips.resize(visible.size());
-    for (size_t n = 0; n < visible.size(); ++n) state().chips[n].physical = visible[n];
-  });
+  if (state().counted) return state().chips;
+  Lock lock;
+  const char *number = std::getenv("STANDIN_GPUS"), *mask = std::getenv("CUDA_VISIBLE_DEVICES");
+  int machine = number ? std::atoi(number) : 2;
+  std::vector<int> visible;
+  for (int n = 0; n < machine && !mask; ++n) visible.push_back(n);
+  while (mask && *mask) {
+    char* end;
+    long n = std::strtol(mask, &end, 10);
+    if (end == mask || n < 0 || n >= machine) break;  // the rest counts for nothing
+    visible.push_back(int(n));
+    mask = *end == ',' ? end + 1 : "";
+  }
+  if (state().counted) return state().chips;  // by another thread, meanwhile
+  state().chips.resize(visible.size());
+  for (size_t n = 0; n < visible.size(); ++n) state().chips[n].physical = visible[n];
+  static int once = pthread_atfork(nullptr, nullptr, &forked);
+  state().counted = true;
   return state().chips;
 }
 
@@ -191,6 +206,7 @@ inline char* mapped(int fd, int rights) {
 inline Chip& chip(int device) {
   check_number(device);
   Chip& one = chips()[device];
+  TORCH_CHECK(!state().inherited, "Cannot re-initialize CUDA in forked subprocess");
   if (!one.started) {
     one.fd = memfd_create("stand-in gpu", 0);  // other processes open it through this one's /proc
     TORCH_CHECK(one.fd >= 0 && ftruncate(one.fd, kBytes) == 0, "no memory for a device");

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import on_gpus
 import ray
 import torch
 
@@ -135,10 +136,11 @@ def _be_replica(
     about = {"get_accelerator_ids": lambda: gpus, "get_node_id": lambda: NODE}
     ray.get_runtime_context = lambda: SimpleNamespace(**about)
     made = actor.ReplicaActor.__ray_metadata__.modified_class(kind, index)
-    orders.send(str(os.getpid()).encode())
+    orders.send(pickle.dumps(describe(made._device, NODE)))
     if name := orders.recv(1 << 10).decode():
         orders.close()
-        made.serve(name)
+        with on_gpus.there("cuda") if kind == "gpu" else contextlib.nullcontext():
+            made.serve(name)
 
 
 class Actor:
@@ -151,11 +153,11 @@ class Actor:
         socket.send_fds(_zygote, [message], [theirs.fileno()])
         theirs.close()
         self._orders.settimeout(300)
-        pid = int(self._orders.recv(100) or 0)
-        if not pid:
+        said = self._orders.recv(1 << 10)
+        if not said:
             raise ray_api.RayError("a replica ended as it began")
-        self._process = os.pidfd_open(pid)
-        hello = describe(torch.device("cpu"), NODE)._replace(pid=pid)
+        hello = pickle.loads(said)
+        self._process = os.pidfd_open(hello.pid)
         self.hello = SimpleNamespace(remote=lambda: (hello, actor.versions()))
         self.serve = SimpleNamespace(remote=self._serve)
 
@@ -199,13 +201,18 @@ def _make_session() -> Callable[[], bool]:
     return lambda: _session is mine
 
 
+def _nodes() -> list[ray_api.Node]:
+    gpus = float(os.environ.get("STANDIN_GPUS", 2))
+    return [ray_api.Node(NODE, {"CPU": float(threads.cores()), "GPU": gpus})]
+
+
 _answers: dict[str, Any] = {
     "PAUSE": 0.001,
     "connect": _connect,
     "session": _make_session,
     "here": lambda: NODE,
     "is_private": lambda: True,
-    "nodes": lambda: [ray_api.Node(NODE, {"CPU": float(threads.cores()), "GPU": 2.0})],
+    "nodes": _nodes,
     "living": lambda: frozenset([NODE]),
     "draining": frozenset,
     "free": lambda names: "nobody knows",

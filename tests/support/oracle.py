@@ -28,6 +28,8 @@ DEVICES = 2
 """How many devices there are when none are named."""
 
 _PACKAGE = "_upstream_on_cpu"
+place = torch.device("cpu")
+"""Of all logical devices."""
 
 
 # --- the CUDA copies, after torch/csrc/cuda/comm.cpp ---
@@ -168,7 +170,7 @@ _parallel_apply = _load("parallel_apply", torch=_streams)
 _data_parallel = _load(
     "data_parallel",
     # a tensor's device has no index on CPU
-    torch=_Instead(torch, device=lambda *_: torch.device("cpu")),
+    torch=_Instead(torch, device=lambda *_: place),
     _get_available_device_type=lambda: "cpu",
     _get_all_device_indices=lambda: list(range(DEVICES)),
 )
