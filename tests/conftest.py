@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests and not config.getoption("--ray") and not _nodes:
         forked.start()
+    on_gpus.place()
     Options.__init__.__kwdefaults__.update(threads=1)
     _WAYS[config.getoption("--way")]()
     # A shell starts programs in the background with SIGINT ignored; tests of Ctrl-C would hang.
@@ -102,8 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     if on_gpus.asked() != "cpu":
-        config.hook.pytest_deselected(items=[item for item in items if needs_ray(item)])
-        items[:] = [item for item in items if not needs_ray(item)]
+        left = [item for item in items if needs_ray(item) or on_gpus.leave_out(item)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     items.sort(key=needs_ray, reverse=True)
     if config.getoption("--smoke"):
         chosen = [item for item in items if not needs_ray(item)][::10]
@@ -174,10 +176,10 @@ def leave() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> Iterator[None]:
-    """Begin each test with the same random numbers, one thread, and the device asked for."""
+    """Begin each test with the same random numbers, and one thread."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    with on_gpus.placed():
+    with on_gpus.watched():
         yield
 
 

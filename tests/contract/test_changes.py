@@ -165,7 +165,7 @@ class Net(nn.Module):
         x = x * self.half_slotted.scale * self.sealed.scale
         x = x * self.list[0] * self.list[1][-1] * self.dict["a"]["b"]
         x = x * next(iter(self.ordered.values())) * len(self.set) * sum(self.deque)
-        x = x * torch.from_numpy(self.array.copy()) * self.objects[1][0]
+        x = x * torch.from_numpy(self.array.copy()).to(x.device) * self.objects[1][0]
         x = x * self.bytes[0] * self.random.getstate()[1][-1] * self.gate * len(self.text)
         x = x if self.tail is None else self.tail(x)
         return self.scale_last(x)

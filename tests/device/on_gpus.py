@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,6 +19,31 @@ PLACES = ("cpu", "cuda", "cuda:0", "cuda:1")
 _ASKED = "STANDIN_PLACE"
 GPUS = 8
 
+_NAMES_CPUS = "it speaks of a driver, or of replicas, without a GPU"
+_NEEDS_CPU = "it uses what torch has for tensors of a CPU alone"
+_NO_COMPILER = "the stand-in is none for torch's compiler"
+LEFT_OUT = {
+    _NAMES_CPUS: """test_C3_output_device test_C5_attributes test_F1_tensors_on_two_devices
+        test_wrong_arguments test_device_ids_that_name_no_device test_an_address_of_a_client
+        test_A3_without_devices test_A8_autocast_travels test_A8_process_wide_settings_travel[flash]
+        test_A8_the_caller_s_default_device test_A10_a_forward_draws_one_number test_G4_dicts
+        test_G5_ test_G7_leaves test_gather_undoes_scatter test_F8_what_counts test_F8_keyword
+        test_C5_dim_and_device_ids_can_be_edited test_B14_identity_module""",
+    _NEEDS_CPU: """test_writes_of_chunk_0_reach_the_master_once[numpy test_T5_gradients_that
+        test_T3_parameters_that_leave test_torch_is_left_alone""",
+    _NO_COMPILER: "test_compile.py test_T3_what_reads_the_master_syncs[compiled]",
+}
+"""Parts of the names of tests that have no meaning on these GPUs, by why."""
+NOT_YET = {
+    "a tensor that has to be on the CPU goes to the GPU": """test_S12_packed test_X2_all_values
+        test_A10_a_generator_that_the_module_holds""",
+    "a module without tensors gives its outputs on the CPU": """test_unpicklable_input
+        test_generic_aliases test_A11_each_replica_has_locks test_A11_attributes_of_a_class
+        test_S9_dataclasses test_a_replica_has_its_own_streams test_objects_that_delegate""",
+    "gradients lie on two GPUs where the driver uses both": "upstream_s_do[1-",
+}
+"""The same of tests that fail, by the defect of the package."""
+
 
 def asked() -> str:
     """Tell where tests are to run, before pytest has read its arguments."""
@@ -25,6 +51,19 @@ def asked() -> str:
         if one.startswith("--device"):
             os.environ[_ASKED] = one.partition("=")[2] or after
     return os.environ.get(_ASKED, "cpu")
+
+
+def leave_out(item: Any) -> bool:
+    """Tell if a test has no meaning here; mark it if it is known to fail."""
+    import pytest
+
+    def named(parts: str) -> bool:
+        return any(part in item.nodeid for part in parts.split())
+
+    for why, parts in NOT_YET.items():
+        if named(parts):
+            item.add_marker(pytest.mark.xfail(reason=why))
+    return any(map(named, LEFT_OUT.values()))
 
 
 def _prepare() -> None:
@@ -61,9 +100,23 @@ def use() -> None:
     oracle.place = torch.device("cpu" if asked() == "cuda" else asked())
 
 
+def place() -> None:
+    """Let what tests make from now on, in any thread, lie on the driver's GPU."""
+    if asked() in ("cpu", "cuda"):
+        return
+    run: Any = threading.Thread.run
+
+    def run_there(thread: threading.Thread) -> None:
+        with there(asked()):
+            run(thread)
+
+    threading.Thread.run = run_there  # type: ignore[method-assign]
+    there(asked()).__enter__()
+
+
 @contextmanager
-def placed() -> Iterator[None]:
-    """Let what a test makes lie on the driver's GPU, and have a look at the device afterwards."""
+def watched() -> Iterator[None]:
+    """Have a look at the device after a test."""
     if asked() in ("cpu", "cuda"):
         yield
         return
@@ -71,8 +124,7 @@ def placed() -> Iterator[None]:
     import torch
 
     torn = standin.number("torn")
-    with there(asked()):
-        yield
+    yield
     torch.accelerator.synchronize()
     assert standin.number("torn") == torn, "memory was unregistered while a copy used it"
 
@@ -89,8 +141,8 @@ def there(device: str) -> AbstractContextManager[Any]:
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = dict(kwargs or {})
-            named = {"device", "out", "pin_memory"} & {n for n, one in kwargs.items() if one}
-            if function not in made or named:
+            placed = {kwargs.get(name) for name in ("device", "out", "pin_memory")} - {None, False}
+            if function not in made or placed:
                 return function(*args, **kwargs)
             grad = kwargs.pop("requires_grad", False)
             found = function(*args, **kwargs)

@@ -136,6 +136,8 @@ def _be_replica(
     about = {"get_accelerator_ids": lambda: gpus, "get_node_id": lambda: NODE}
     ray.get_runtime_context = lambda: SimpleNamespace(**about)
     made = actor.ReplicaActor.__ray_metadata__.modified_class(kind, index)
+    if kind == "gpu":
+        torch.set_num_threads(1)  # its kernels are the CPU's: others have other bits
     orders.send(pickle.dumps(describe(made._device, NODE)))
     if name := orders.recv(1 << 10).decode():
         orders.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import on_gpus
+
 from raydp_parallel import Executor
 
 
@@ -46,4 +48,6 @@ class PartOfExecutor(Executor):
 
     def _indices(self) -> list[int]:
         infos = super().replicas()
-        return [info.index for info in infos if info.device_id == "cpu"][: self._count]
+        return [one.index for one in infos if on_gpus.asked() != "cpu" or one.device_id == "cpu"][
+            : self._count
+        ]
