@@ -31,6 +31,9 @@ LEFT_OUT = {
         test_C5_dim_and_device_ids_can_be_edited test_B14_identity_module""",
     _NEEDS_CPU: """test_writes_of_chunk_0_reach_the_master_once[numpy test_T5_gradients_that
         test_T3_parameters_that_leave test_torch_is_left_alone""",
+    "on a GPU optimizers step all tensors at once, in another order": """
+        test_T1_the_bits_of_the_optimizer_in_the_driver[NAdam]
+        test_T1_the_bits_of_the_optimizer_in_the_driver[ASGD]""",
     _NO_COMPILER: "test_compile.py test_T3_what_reads_the_master_syncs[compiled]",
 }
 """Parts of the names of tests that have no meaning on these GPUs, by why."""
