@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     reports = commands.add_parser("report", help="write the same as one HTML page")
     reports.add_argument("file", metavar="FILE", type=Path, help="where to write it")
     for command in (shows, reports):
-        command.add_argument("--address", help="by default RAY_ADDRESS, else all on this machine")
+        command.add_argument("--address", help="by default RAY_ADDRESS, else all yours here")
     commands.add_parser("grafana", help="print a dashboard for Grafana, as JSON")
     checks = commands.add_parser("check", help="compare and time the devices and the plain module")
     text = "such as 0,1 or cpu,cpu; by default all GPUs of the cluster, else two CPU replicas"

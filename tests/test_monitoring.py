@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from ray._private import services
 
 from raydp_parallel import Options, command
 from raydp_parallel.cluster import ray_api
@@ -187,13 +187,25 @@ def test_dead_clusters_are_found_out_at_once(monkeypatch: pytest.MonkeyPatch) ->
         closed.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(services, "find_gcs_addresses", lambda: [dead])
+    monkeypatch.setattr(ray_api, "_running", lambda: [dead])
     with pytest.raises(ClusterError, match=f"{dead} does not answer.*RAY_AUTH_MODE=token"):
         ray_api.entries()
     real = ray_api._entries
     monkeypatch.setattr(ray_api, "_entries", lambda a: ["{}"] if a == "alive" else real(a))
-    monkeypatch.setattr(services, "find_gcs_addresses", lambda: [dead, "alive"])
+    monkeypatch.setattr(ray_api, "_running", lambda: [dead, "alive"])
     assert ray_api.entries() == ["{}"]
+
+
+def test_only_clusters_of_one_s_own_are_told_the_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Another user's process may look like one of Ray's."""
+    raylet = shutil.copy("/bin/sh", tmp_path / "raylet")
+    command = [raylet, "-c", "read line", "--gcs-address=host:1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE):
+        assert "host:1" in ray_api._running()
+        monkeypatch.setattr(ray_api.os, "getuid", lambda: 4321)
+        assert "host:1" not in ray_api._running()
 
 
 def test_cpu_replicas_have_no_more_threads_than_the_program_asked_for(

@@ -95,7 +95,7 @@ def normalize(device_ids: Sequence[object] | None, options: Options) -> list[Dev
     given = [*device_ids]
     ids = [device_id(entry) for entry in given]
     if not ids:
-        raise ValueError("device_ids=[] names no device: leave it out, or give ids or 'cpu's")
+        raise ValueError("device_ids=[] names no device: leave it out for every GPU, or give 'cpu'")
     if any(isinstance(entry, int) for entry in ids):
         check_gpus(given, ids, options)
     return ids
@@ -119,8 +119,7 @@ def check_gpus(given: Sequence[object], ids: Sequence[DeviceId], options: Option
     none = f"device_ids={[*given]}: this cluster has no GPU"
     if options.elastic or options.label_selector or not is_private():
         if not count:
-            limit = f"{options.placement_timeout:g} s"
-            ray_api.warn_once(f"{none}. Replicas wait {limit} for one. Give 'cpu' entries for CPUs")
+            ray_api.warn_once(f"{none}. Replicas wait for one. Give 'cpu' entries for CPU replicas")
         return
     if not count:
         raise PlacementError(f"{none}. Use {['cpu'] * len(ids)}")

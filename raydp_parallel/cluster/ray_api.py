@@ -384,17 +384,15 @@ def delete_entry(name: str) -> None:
 
 def entries(address: str | None = None) -> list[str]:
     """Return the entries of a cluster that have a living driver; those of killed ones are deleted.
-    Without an address: of the cluster that ``RAY_ADDRESS`` names, or of all that run here.
+    Without an address: of the cluster that ``RAY_ADDRESS`` names, or of the user's that run here.
     """
-    from ray._private.services import find_gcs_addresses  # only `status` needs it
-
     with contextlib.suppress(ImportError, AttributeError):  # an older Ray knows no tokens
         from ray._private.authentication import authentication_token_setup as tokens
 
         tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     named = address or os.environ.get("RAY_ADDRESS")
     # Not Ray's own choice, the cluster that it noted last, which may be dead.
-    places = [named] if named and named != "auto" else sorted(find_gcs_addresses())
+    places = [named] if named and named != "auto" else sorted(_running())
     found: list[str] = []
     problem: object = "" if places else "none runs on this machine"
     for place in places:
@@ -407,6 +405,20 @@ def entries(address: str | None = None) -> list[str]:
             f"no Ray cluster to look at: {problem}. Run this on a machine of the cluster, or give "
             "--address; a cluster with a token also needs RAY_AUTH_MODE=token and its token"
         )
+    return found
+
+
+def _running() -> set[str]:
+    """Return the addresses of the clusters that this user runs here. Ray's own list has those of
+    others: whoever is asked is told the token.
+    """
+    found = set[str]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is another user's, or has ended
+            mine = f"\nUid:\t{os.getuid()}\t" in (process / "status").read_text()
+            if mine and os.readlink(process / "exe").endswith("/raylet"):
+                line = (process / "cmdline").read_text(errors="replace")
+                found.update(re.findall("--gcs-address=([^\0]+)", line))
     return found
 
 

@@ -33,8 +33,6 @@ _INSTEAD = "Its chunks run again on other replicas, and a new one starts in the 
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
 _CLOSED = "this executor was closed: make another, or leave `executor` out to use the process's"
-_LOOK = 0.02
-"""Seconds between two looks of a call that waits for a new replica."""
 
 
 @dataclass(eq=False)
@@ -268,7 +266,7 @@ class ReplicaSet:
             self._pick_up()
             if any(slot.ready for slot in slots):
                 return True
-            if self._starter is None or self._starter.ended.wait(_LOOK):
+            if self._starter is None or self._starter.ended.wait(0.02):
                 raise errors.ExecutorClosed(_CLOSED)
             if not works or time.monotonic() >= deadline:
                 return False

@@ -28,9 +28,6 @@ from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 
 log = logging.getLogger("raydp_parallel")
 
-_BETWEEN_LOOKS = 1.0
-"""Seconds between two checks for nodes that are about to end; each is a call to Ray."""
-
 
 class Starter:
     """Starts the replicas of one executor, in the cluster that is connected now."""
@@ -66,7 +63,7 @@ class Starter:
         """Return the nodes that are known to end soon; none if somebody asked within a second."""
         if time.monotonic() < self._next_look:
             return frozenset()
-        self._next_look = time.monotonic() + _BETWEEN_LOOKS
+        self._next_look = time.monotonic() + 1.0  # each is a call to Ray
         return ray_api.draining()
 
     def start(self, wanted: Mapping[Place, int], background: bool = False) -> dict[Place, Client]:
@@ -82,8 +79,7 @@ class Starter:
             nonlocal said
             now = time.monotonic()
             if not self.alive():  # a question to Ray would start another cluster
-                text = "the Ray cluster was left while replicas ran; the next use starts anew"
-                raise ClusterError(text)
+                raise ClusterError("your Ray was left while replicas ran; the next use starts anew")
             if self.ended.is_set():
                 raise ExecutorClosed("the executor, or the program, ended while replicas started")
             if not background and now >= said:

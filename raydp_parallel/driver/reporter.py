@@ -29,9 +29,6 @@ EVERY = 1.0
 _SUMMARY = 5
 """Reports between two tasks of a replica."""
 
-_FAREWELL = 2.0
-"""Seconds that a close waits for the last report: a cluster may not answer."""
-
 
 class Reporter:
     """The thread. It ends with `close`, or when nobody has the executor any more."""
@@ -51,7 +48,7 @@ class Reporter:
         if self._thread.is_alive():  # not in a forked child, which has nothing to report
             self._stop.set()
             if self._thread is not threading.current_thread():
-                self._thread.join(_FAREWELL)
+                self._thread.join(2.0)  # a cluster may not answer
 
     def _run(self) -> None:
         # No callback of the reference sets the event: it may come while this thread holds its lock.

@@ -20,9 +20,6 @@ from raydp_parallel.monitoring.stats import (
     counters,
 )
 
-_SPAN = 10.0
-"""Seconds that recent work spans, if somebody looks each second, as the reporter does."""
-
 _names: Counter[str] = Counter()
 
 
@@ -110,7 +107,8 @@ class Recorder:
             deaths = {name: sum(getattr(replica, name) for replica in found) for name in DEATHS}
             totals = {**vars(self.totals), **deaths, "events": tuple(self.events)}
             stats = ExecutorStats(self.name, tuple(found), link, **totals)
-            while len(self._looks) > 1 and self._looks[1][0] <= now - _SPAN:
+            # The reporter looks each second, so that ten seconds are recent.
+            while len(self._looks) > 1 and self._looks[1][0] <= now - 10:
                 self._looks.popleft()
             recent = stats.since(self._looks[0][1])
             if self._looks[-1][0] <= now - 1:

@@ -53,7 +53,7 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
 def test_a_cluster_that_is_left_during_a_call(tmp_path: Path) -> None:
     """A clear error, and the next use starts a new one."""
     said = printed("tests/support/left_script.py", str(tmp_path))
-    text = "ClusterError the Ray cluster was left while replicas ran; the next use starts anew"
+    text = "ClusterError your Ray was left while replicas ran; the next use starts anew"
     assert text in said and "the next use works: [6.0]" in said, said
 
 

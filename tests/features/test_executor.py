@@ -151,8 +151,8 @@ def test_stats_count(two: Executor) -> None:
         after.forwards = 0  # type: ignore[misc]
     assert json.loads(json.dumps(after.to_dict()))["replicas"][0]["pid"] == after.replicas[0].pid
     lines = str(after).splitlines()
-    assert lines[1].split()[:4] == ["replica", "device", "node", "pid"]
-    assert str(after.replicas[1].pid) in lines[3]
+    assert lines[2].split()[:4] == ["replica", "pid", "model", "rows/s"]
+    assert str(after.replicas[1].pid) in lines[4]
 
 
 def test_an_executor_in_a_pickle_or_a_copy(two: Executor) -> None:
