@@ -238,7 +238,7 @@ class ReplicaSet:
         """Note that a replica died in a phase of a call, once, and replace it in the background."""
         if slot.life != life or not slot.ready:
             return
-        slot.state, slot.cause = "dead", cause
+        slot.state, slot.cause, slot.pending = "dead", cause, None
         slot.in_vain = 0 if slot.answered else slot.in_vain + 1
         died = f"{slot} died in {phase}"
         self.recorder.died(slot.index, f"{died}: {cause}")

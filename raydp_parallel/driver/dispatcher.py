@@ -332,16 +332,18 @@ class Dispatcher:
             pending.gone = slot.cause
             return pending
         request = call.request(slot, attempt)
-        forget = (*slot.forget,)  # finalizers of any thread add to them meanwhile
+        forget: list[int] = []
         if isinstance(request, (ForwardRequest, BackwardRequest, Forget)):
-            request = request._replace(forget=forget)
+            forget = [*slot.forget]  # finalizers of any thread add to them meanwhile
+            request = request._replace(forget=tuple(forget))
         try:
             slot.pending = pending
             if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
                 call.makes.slot, call.makes.life = slot, slot.life
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
-            self._gone(pending, gone)
+            self._set.lost(slot, pending.life, call.phase, str(gone))
+            pending.gone = str(gone)
             return pending
         except BaseException:
             if slot.client.unsent is None:  # the replica knows nothing of it
@@ -349,8 +351,7 @@ class Dispatcher:
                 if call.makes is not None:
                     call.makes.life = -1
             raise
-        if isinstance(request, (ForwardRequest, BackwardRequest, Forget)):
-            del slot.forget[: len(forget)]
+        del slot.forget[: len(forget)]
         pending.sent = True
         recorder = self._set.recorder
         if isinstance(request, (ForwardRequest, ResumeRequest)) and request.update is not None:
@@ -385,23 +386,15 @@ class Dispatcher:
                 raise Gone("an exception, such as Ctrl-C, came within a message")
             pending.answer = answer = client.receive(self._limit(pending), home)
         except Gone as gone:
-            self._gone(pending, gone)
+            self._set.lost(slot, pending.life, call.phase, str(gone))
+            pending.gone = str(gone)
             return None
-        if slot.pending is pending:
-            slot.pending = None
+        slot.pending = None
         sent, got = client.moved
         client.moved[:] = 0, 0
         rows, name = call.work
         self._set.recorder.answered(slot.index, rows, answer.busy, sent, got, name)
         return pending.answer
-
-    def _gone(self, pending: Pending, why: Gone) -> None:
-        """Note that a replica is gone that was asked for something."""
-        slot = pending.slot
-        self._set.lost(slot, pending.life, pending.call.phase, str(why))
-        pending.gone = str(why)
-        if slot.pending is pending:
-            slot.pending = None
 
     def ask(self, call: Call, slot: ReplicaSlot | None = None, attempt: int = 0) -> Answer | None:
         """Call the replica of a slot, by default the call's own, and no other; returns None if it

@@ -68,7 +68,7 @@ class Channel:
         self._in: dict[bool, Run] = {}
         self._reading: torch.cuda.Stream | None = None  # it may still read the other end's window
         self.moved = [0, 0]  # bytes of tensors, sent and received
-        # Minus the length of a frame on its way, and how much the socket took of it, in pieces.
+        # Minus the length of a frame on its way, and how much the socket took of it, by pieces.
         self._way: list[int] = []
 
     @property
@@ -76,7 +76,7 @@ class Channel:
         """The bytes of a request that were not sent: 0 while the whole answer is owed. None if no
         frame is on its way.
         """
-        return -sum(self._way) if len(self._way) > 1 else None
+        return -sum(self._way) if self._way else None
 
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message. Tensors of the last one are overwritten.
@@ -128,11 +128,11 @@ class Channel:
         about = pickle.dumps((number, new, near, size, export, shared, total))
         data = b"".join((_HEADER.pack(len(packet.body), len(about)), about, packet.body))
         self._sock.settimeout(timeout)
-        self._way = [-len(data)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        while self.unsent != 0:  # each piece is noted before a signal's handler runs
-            rest = [memoryview(data)[sum(self._way) :]]
-            self._way.extend(map(self._sock.sendmsg, [rest], [rights]))
+        way = [-len(data)]
+        while sum(way):
+            rest, self._way = [memoryview(data)[sum(way) :]], way
+            way.extend(map(self._sock.sendmsg, [rest], [rights]))  # before a handler may run
             rights = []
         # Only now does the other end know them.
         self._known[specs], self._out[near] = known, window
@@ -152,7 +152,7 @@ class Channel:
             TransferError: Other bytes came than were sent.
         """
         self._sock.settimeout(None if timeout is None else max(timeout, _LEAST))
-        self._way = [-_HEADER.size, 0]
+        self._way = [-_HEADER.size]
         header, fds, flags, _ = socket.recv_fds(self._sock, _HEADER.size, _DESCRIPTORS)
         if flags & socket.MSG_CTRUNC:  # memory did not arrive that the other end believes to share
             raise OSError(errno.EMFILE, "no free descriptor for memory that another process shares")
