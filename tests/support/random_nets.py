@@ -117,13 +117,13 @@ class Growing(nn.Module):
         self.register_buffer("rows", torch.zeros(0, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        new = x.detach().mean(0, keepdim=True)
-        if self.training and len(self.rows) > 2:
-            self.rows.data = self.rows.data[2:]
-        elif self.training and self.resized:
-            self.rows.resize_(len(self.rows) + 1, WIDTH)[-1] = new[0]
-        elif self.training:
-            self.rows.data = torch.cat([self.rows, new])
+        with torch.inference_mode(False):  # the buffer is no tensor of that mode
+            if self.training and len(self.rows) > 2:
+                self.rows.data = self.rows.data[2:]
+            elif self.training and self.resized:
+                self.rows.resize_(len(self.rows) + 1, WIDTH)[-1] = x.detach().mean(0)
+            elif self.training:
+                self.rows.data = torch.cat([self.rows, x.detach().mean(0, keepdim=True)])
         return x - self.rows.sum(0)
 
 

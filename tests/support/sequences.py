@@ -20,7 +20,7 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import forked
@@ -144,7 +144,7 @@ class Plain(nn.Module):
 
     def run(self, function: Callable[..., Any], x: Tensor) -> Any:
         buffers, outs = [*self.module.buffers()], []
-        before = after = [b.clone() for b in buffers]
+        before = after = _contents(buffers)
         params = [w for w in self.module.parameters() if w.requires_grad]
         try:
             for number, chunk in enumerate(x.chunk(self.devices)):
@@ -152,7 +152,7 @@ class Plain(nn.Module):
                     outs.append(function(self.module, chunk))
                 finally:
                     if not number:
-                        after = [b.clone() for b in buffers]
+                        after = _contents(buffers)
                     _write(buffers, before)
         finally:
             _write(buffers, after)
@@ -183,7 +183,7 @@ class Plain(nn.Module):
     def map(self, batches: list[Tensor], split: bool) -> Iterator[Tensor]:
         with torch.no_grad():
             for x in batches:
-                before = [b.clone() for b in self.module.buffers()]
+                before = _contents(self.module.buffers())
                 try:
                     yield self(x) if split else self.module(x)
                 finally:
@@ -193,6 +193,12 @@ class Plain(nn.Module):
         return lambda x, y: criterion(self(x), y)
 
 
+@torch.inference_mode(False)
+def _contents(buffers: Iterable[Tensor]) -> list[Tensor]:
+    return [buffer.clone() for buffer in buffers]
+
+
+@torch.inference_mode(False)
 def _write(buffers: list[Tensor], values: list[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
         if buffer.shape == value.shape:
@@ -232,9 +238,10 @@ def wrapping(executor: Executor) -> Wrap:
 class Program:
     """One program: a net, its wrapper, an optimizer, and what it has kept."""
 
-    def __init__(self, seed: int, inside: bool, wrap: Wrap) -> None:
+    def __init__(self, seed: int, run: str, wrap: Wrap) -> None:
         draw = random.Random(seed)
-        self.inside, self.wrap, self.rough = inside, wrap, seed % 2 == 0
+        self.inside, self.deadly = "replicas" in run, "deaths" in run
+        self.wrap, self.rough = wrap, seed % 2 == 0
         self.devices = draw.choice((1, 2, 2, 2, 2))
         self.width = draw.choice((3, 3, 96))  # those of 96 x 96 numbers lie in windows
         self.unused = draw.choice(("zeros", "none"))
@@ -249,7 +256,9 @@ class Program:
         self.keywords = {"lr": 0.01, **({"fused": True} if self.fused else {})}
         more = {"momentum": 0.0 if self.sparse else 0.9}
         self.keywords |= more if self.kind is torch.optim.SGD else {"eps": 1e-5}
-        self.parts = draw.choice((1, 1, 2))  # how many optimizers share the parameters
+        # How many optimizers share the parameters; what the second one needs, the first one's step
+        # may have lost with a replica.
+        self.parts = draw.choice((1, 1, 1 if self.inside and self.deadly else 2))
         self.both = draw.random() < 0.5  # only the first of them is in the replicas
         self.new_optimizer()
         self.saved: Any = None
@@ -478,13 +487,19 @@ def autocast(p: Program, draw: random.Random) -> Parts:
 
 def failing(p: Program, draw: random.Random) -> Parts:
     how = draw.choice(("forward", "backward"))
+    p.net.zero_grad()  # those of before a step would be lost with those of the failing backward
     try:
+        p.backward(loss_of(p.model(p.batch(draw))))
         out = p.model(p.batch(draw), fail=how)
         yield "output", out
         if how == "backward":
             p.backward(loss_of(out))
     except LookupError:
         yield "failed", torch.ones(())
+    for weight in p.net.parameters():
+        if weight.grad is not None:
+            yield "gradient", weight.grad
+    p.net.zero_grad()
 
 
 def edit(p: Program, draw: random.Random) -> None:
@@ -546,9 +561,11 @@ def replace(p: Program, draw: random.Random) -> None:
 def take_out(p: Program, draw: random.Random) -> Parts:
     at = draw.choice((0, 1, 3, 4, 5))
     layer, p.net.body[at] = p.net.body[at], nn.Identity()
-    with torch.set_grad_enabled(draw.random() < 0.5):
-        yield "output", p.model(p.batch(draw))
-    p.net.body[at] = layer
+    try:
+        with torch.set_grad_enabled(draw.random() < 0.5):
+            yield "output", p.model(p.batch(draw))
+    finally:
+        p.net.body[at] = layer
 
 
 def attribute(p: Program, draw: random.Random) -> None:
@@ -671,10 +688,14 @@ def death(p: Program, draw: random.Random) -> Parts:
 def shown(p: Program, action: Action, draw: random.Random) -> Parts:
     """Take an action; an error is a part of what it shows."""
     try:
-        yield from action(p, draw) or ()
+        for what, value in action(p, draw) or ():
+            value = value.detach()
+            yield what, value.to_dense() if value.is_sparse else value.clone()
     except Exception as error:
         yield type(error).__name__, torch.zeros(())
         p.losses.clear()
+        if p.inside:  # what replicas had kept may be lost, after a backward that failed
+            p.net.zero_grad()
 
 
 def edit_grad(p: Program, draw: random.Random) -> None:
@@ -758,21 +779,16 @@ def sequence(seed: int, run: str, length: int = 30) -> list[Step]:
     return row
 
 
-def play(seed: int, inside: bool, steps: list[Step], wrap: Wrap) -> list[Seen]:
+def play(seed: int, run: str, steps: list[Step], wrap: Wrap) -> list[Seen]:
     """Run a sequence; returns what it shows."""
-    p = Program(seed, inside, wrap)
+    p = Program(seed, run, wrap)
     seen: list[Seen] = []
-
-    def see(what: str, value: Tensor) -> None:
-        value = value.detach()
-        seen.append(Seen(what, value.to_dense() if value.is_sparse else value.clone(), p.exact))
-
     try:
         for number, one in enumerate(steps):
             draw, label = random.Random(one.seed), f"{number}, {one.action}"
             for action in (ACTIONS[one.action], Program.look)[: 1 + one.look]:
                 for what, value in shown(p, action, draw):
-                    see(f"{label}: {what}", value)
+                    seen.append(Seen(f"{label}: {what}", value, p.exact))
                 if one.action not in p.harmless():
                     p.losses.clear()
                 if not p.losses:
@@ -808,20 +824,18 @@ def shrunk(steps: list[Step], differs: Callable[[list[Step]], bool]) -> list[Ste
 
 # --- many of them ---
 
-RUNS = {"driver": (False, "two"), "replicas": (True, "two")}
-RUNS |= {"driver, deaths": (False, "killable"), "replicas, deaths": (True, "killable")}
-"""Where the optimizers are, and which executor the program has."""
+RUNS = "driver", "replicas", "driver, deaths", "replicas, deaths"
+"""Where the optimizers are, and whether replicas end."""
 
 
 def check(seed: int, run: str, steps: list[Step], executors: dict[str, Executor]) -> str | None:
     """Play a sequence with a wrapper and with the plain module, and say where they differ first.
     Deaths change no bit.
     """
-    inside, name = RUNS[run]
-    ours = play(seed, inside, steps, wrapping(executors[name]))
-    told = difference(ours, play(seed, inside, steps, Plain))
-    if told is None and name == "killable":
-        calm = play(seed, inside, steps, wrapping(executors["two"]))
+    ours = play(seed, run, steps, wrapping(executors["killable" if "deaths" in run else "two"]))
+    told = difference(ours, play(seed, run, steps, Plain))
+    if told is None and "deaths" in run:
+        calm = play(seed, run, steps, wrapping(executors["two"]))
         told = difference(ours, [one._replace(exact=True) for one in calm])
         told = told and f"without deaths: {told}"
     return told
