@@ -22,7 +22,6 @@ import ray
 import torch
 import torch.nn.functional as F
 from harness import assert_same_grads, carried, kill
-from mortal import rows, survives
 from ray._private.worker import global_worker
 from torch import Tensor, nn
 
@@ -362,17 +361,6 @@ def test_T7_a_call_whose_other_arguments_fail_keeps_no_object(executors: Any) ->
         return x + sum(type(found).__name__ == "Held" for found in gc.get_objects())
 
     assert model.run(count, torch.zeros(2)).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("moment", ["forward 1", "late forward 0", "backward 0", "backward 1"])
-def test_T7_a_death_changes_no_bit(killable: Executor, tmp_path: Path, moment: str) -> None:
-    """The replica that stands in gets the objects, too."""
-
-    def loss(model: DataParallel[Any], number: int) -> Tensor:
-        return model(ChunkRefs(put(rows(2, number), 4, 4))).square().mean()
-
-    assert survives(killable, tmp_path, {2: [moment]}, loss)
 
 
 def test_T7_the_bytes_that_pass_through_the_driver(executors: Any) -> None:

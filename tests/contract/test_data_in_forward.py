@@ -6,18 +6,14 @@ parameter.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import assert_same_state, raised, trio
-from mortal import rows, survives
 from random_nets import Checkpointed
 from torch import Tensor, nn
 from torch.ao import quantization
-
-from raydp_parallel import DataParallel
 
 
 class Replaces(nn.Module):
@@ -116,31 +112,3 @@ def test_B10_replaced_in_a_checkpoint(reentrant: bool) -> None:
         for model in (ours, theirs):
             model(x).square().sum().backward()
         assert_same_state(ours, theirs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("moment", ["late forward 0", "backward 0"])
-def test_a_death_changes_nothing(moment: str, devices: int, tmp_path: Path, executors: Any) -> None:
-    """The graph is made again of what forward found, though forward replaced it."""
-
-    def loss(model: DataParallel[Any], number: int) -> Tensor:
-        return model(rows(devices, number)).square().sum()  # type: ignore[no-any-return]
-
-    executor = executors(devices, name="killable")
-    assert survives(executor, tmp_path, {1: [moment]}, loss, Both())
-
-
-class Both(nn.Module):
-    """A weight that is kept short and a buffer that is replaced, of which the output is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 3)
-        self.register_buffer("total", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inner.weight.data = torch.renorm(self.inner.weight.data, 2, 0, 0.3)
-        out = self.inner(x)
-        self.total.data = self.total.data + out.detach().sum(0)
-        return out * self.total.sigmoid()

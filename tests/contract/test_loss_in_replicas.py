@@ -10,17 +10,15 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_same_grads, assert_same_state, carried
-from mortal import fate, rows, survives
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
+from raydp_parallel import DataParallel, Options, convert_sync_batchnorm
 
 ROWS = 7
 """In three chunks of 3, 3 and 1 rows."""
@@ -556,33 +554,3 @@ def test_T6_along_another_dimension(executors: Any) -> None:
     net = nn.Linear(5, 4)
     found = DataParallel(copy.deepcopy(net), executor=executors(3), dim=1)
     compared(found.with_loss(nn.SmoothL1Loss()), net, F.smooth_l1_loss, x, y)
-
-
-# --- training, and deaths ---
-
-
-class Loss(nn.Module):
-    """Cross entropy; its process may end."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = str(folder)
-
-    def forward(self, out: Tensor, y: Tensor) -> Tensor:
-        fate(self.folder, f"criterion {int(y[0])}")
-        return F.cross_entropy(out, y % 3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "moment", ["forward 1", "late forward 0", "criterion 1", "backward 0", "backward 1"]
-)
-def test_T6_a_death_changes_no_bit(killable: Executor, tmp_path: Path, moment: str) -> None:
-    """In forward, in the criterion, in backward."""
-    targets = torch.arange(2).repeat_interleave(4)
-
-    def loss(model: DataParallel[Any], number: int) -> Tensor:
-        found: Tensor = model.with_loss(Loss(tmp_path), reduction="mean")(rows(2, number), targets)
-        return found
-
-    assert survives(killable, tmp_path, {2: [moment]}, loss)

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from harness import carried, interrupted, kill, made_of, ones, raised
-from mortal import Everything, Mortal, arm, armed, fate, rows, same
+from harness import carried, kill, made_of, ones, raised
+from mortal import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -508,94 +508,6 @@ def test_T5_memory_that_is_used_again(kind: Any, two: Executor) -> None:
 # --- deaths ---
 
 
-class Fragile(torch.optim.Adam):
-    """Ends the process of a replica before or after its step, or as its state is fetched."""
-
-    def __init__(self, params: Any, lr: float, folder: str, driver: int) -> None:
-        super().__init__(params, lr=lr)
-        self.folder, self.driver = folder, driver
-
-    def step(self, closure: Any = None) -> Any:
-        end(self.folder, self.driver, "step")
-        out = super().step(closure)
-        end(self.folder, self.driver, "late step")
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p in self.state:
-                    self.state[p]["fuse"] = Fuse(self.folder, self.driver)
-        return out
-
-
-class Fuse:
-    """Ends the process that sends it."""
-
-    def __init__(self, folder: str, driver: int) -> None:
-        self.folder, self.driver = folder, driver
-
-    def __reduce__(self) -> Any:
-        end(self.folder, self.driver, "sync")
-        return Fuse, (self.folder, self.driver)
-
-
-def end(folder: str, driver: int, moment: str) -> None:
-    """End a replica; several of them may come to a moment at the same time."""
-    if os.getpid() != driver:
-        try:
-            fate(folder, moment)
-        except FileNotFoundError:
-            return  # of another process
-
-
-def train_fragile(
-    executor: Executor, folder: Path, plan: dict[int, list[str]], inside: bool
-) -> list[Tensor]:
-    """Train with two backwards for each step, and arm ``plan[step]`` before it."""
-    torch.manual_seed(7)
-    chunks = len(executor.device_ids)
-    model = DataParallel(Mortal(Everything(), folder), executor=executor)
-    keywords: dict[str, Any] = {"lr": 0.01, "folder": str(folder), "driver": os.getpid()}
-    optimizer = optimizer_of(model, inside, Fragile, **keywords)
-    found = []
-    for step in range(6):
-        executor.grow()  # so that it has more than one replica when one is to die
-        arm(folder, *plan.get(step, ()))
-        optimizer.zero_grad()
-        for turn in range(2):
-            loss = model(rows(chunks, 10 * step + turn)).square().mean()
-            loss.backward()
-        optimizer.step()
-        if step == 3:
-            found += held(model, optimizer)[:3]
-        found.append(loss.detach())
-    found += [t for t in held(model, optimizer) if t.numel()]
-    return [tensor.clone() for tensor in found]
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {2: ["backward 0"]},
-        {3: ["sync"]},
-        pytest.param({1: ["forward 1"], 3: ["backward 0"], 5: ["step"]}, marks=pytest.mark.long),
-        pytest.param({2: ["late forward 0"], 4: ["backward 0"] * 2}, marks=pytest.mark.long),
-        pytest.param({2: ["step"], 4: ["late step"]}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_T2_a_death_changes_no_bit(
-    plan: dict[int, list[str]], replicas: int, executors: Any, tmp_path: Path
-) -> None:
-    """In forward, backward, before and after a step, and as weights are fetched."""
-    executor = executors(replicas, name="killable")
-    expected = train_fragile(executor, tmp_path, {}, inside=True)
-    deaths = executor.stats().deaths
-    found = train_fragile(executor, tmp_path, plan, inside=True)
-    assert armed(tmp_path) == []
-    assert same(found, expected)
-    assert executor.stats().deaths > deaths
-
-
 def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
     """Gradients of before the step are missed where they are used, and not where they are cleared,
     as those of a critic that the generator's backward reaches.
@@ -700,20 +612,6 @@ def test_T2_all_replicas_die(killable: Executor, monkeypatch: pytest.MonkeyPatch
     advance(plain, ordinary, 2)
     assert same(held(model, optimizer), held(plain, ordinary))
     killable.grow()
-
-
-def test_T2_ctrl_c_at_any_call(two: Executor) -> None:
-    """It ends a step, and the next one goes on with the weights and the state that are there."""
-    model, optimizer = small(two)
-
-    def step() -> None:
-        advance(model, optimizer, 0)
-        model.module[0].weight.sum()
-        assert optimizer.state[model.module[2].bias]
-
-    interrupted(step, "driver/resident", KeyboardInterrupt)
-    x = torch.ones(4, 6)
-    torch.testing.assert_close(model(x), model.module(x))
 
 
 @pytest.mark.long

@@ -5,22 +5,21 @@ had.
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
 import torch
-from harness import Apply, ended, interrupted, kill, limited, raised
-from mortal import Everything, Mortal, arm, fate, rows, same, state, survives, whole
+from harness import Apply, ended, kill, limited, raised
+from mortal import arm, fate, whole
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, GraphLost, ReplicaDied, StateChanged
@@ -39,60 +38,6 @@ class Count:
     def __call__(self) -> tuple[int, int]:
         now = self._executor.stats()
         return now.deaths - self._before.deaths, now.replays - self._before.replays
-
-
-# --- the same bits ---
-
-PLAN: dict[int, Sequence[str]] = {
-    0: ["forward 1"],
-    1: ["late forward 0"],
-    2: ["backward 1"],
-    3: ["backward 0", "backward 0"],  # the second time in the replay
-}
-
-
-@pytest.mark.parametrize(
-    ("chunks", "twice", "plan"),
-    [
-        (2, True, {0: ["forward 1"], 2: ["backward 0"]}),
-        pytest.param(2, True, PLAN, marks=pytest.mark.long),
-        pytest.param(3, False, PLAN, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_training_ends_with_the_same_bits(
-    chunks: int, twice: bool, plan: Any, executors: Any, tmp_path: Path
-) -> None:
-    """Deaths in forward and backward, of chunk 0 and of others, in a replay: losses, state and
-    generator are equal; with two forwards before one backward, or with a checkpoint.
-    """
-
-    def loss(model: DataParallel[Any], number: int) -> Tensor:
-        x = rows(chunks, number)
-        first: Tensor = model(x).square().mean()
-        return first + model(x).abs().mean() if twice else first
-
-    executor = executors(chunks, name="killable")
-    count = Count(executor)
-    assert survives(executor, tmp_path, plan, loss, Everything(checkpointed=not twice))
-    assert count()[0] == sum(map(len, plan.values()))
-
-
-@pytest.mark.long
-def test_the_death_of_all_between_forward_and_backward(killable: Executor, tmp_path: Path) -> None:
-    """No replica is left to take over: backward waits for the first that comes back."""
-
-    def backward(executor: Executor, deadly: bool) -> list[Tensor]:
-        torch.manual_seed(3)
-        model = DataParallel(Mortal(Everything(), tmp_path), executor=executor)
-        loss = model(rows(2, 0)).square().mean()
-        if deadly:
-            kill(executor, 0, 1)
-        loss.backward()
-        return state(model)
-
-    expected = backward(killable, False)
-    assert same(backward(killable, True), expected)
 
 
 @pytest.mark.long
@@ -159,36 +104,6 @@ def test_effects_take_place_once(killable: Executor, tmp_path: Path) -> None:
     assert model.module.weight.grad is not None and model.module.weight.grad.item() == 1
     assert sum(r.rows for r in killable.stats().replicas) == before + 2
     assert [held for _, held in whole(killable).flush()] == [0, 0]
-
-
-class Raising(nn.Module):
-    """Raises in one chunk, and ends the process of another."""
-
-    def __init__(self, folder: Path, raises: int) -> None:
-        super().__init__()
-        self.folder = str(folder)
-        self.raises = raises
-
-    def forward(self, x: Tensor) -> Tensor:
-        chunk = int(x[0])
-        fate(self.folder, f"forward {chunk}")
-        if chunk == self.raises:
-            raise ValueError(f"chunk {chunk}")
-        return x
-
-
-@pytest.mark.parametrize("raises", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_an_exception_and_a_death_in_one_call(
-    raises: int, killable: Executor, tmp_path: Path
-) -> None:
-    """The user's exception is raised, and the death is healed all the same."""
-    model = DataParallel(Raising(tmp_path, raises), executor=killable)
-    count = Count(killable)
-    arm(tmp_path, f"forward {1 - raises}")
-    with pytest.raises(ValueError, match=f"Caught ValueError in replica {raises}"):
-        model(torch.arange(2.0))
-    assert count() == (1, 1)
-    assert whole(killable)
 
 
 def change(how: str, model: Any, x: Tensor) -> None:
@@ -346,22 +261,6 @@ def test_ctrl_c_while_everybody_is_dead(killable: Executor) -> None:
         assert [info.state for info in killable.replicas()] == ["dead", "dead"]  # it did not wait
         thread.join()
     assert torch.equal(model(x), expected)
-
-
-@pytest.mark.parametrize(
-    ("error", "every"),
-    [(TimeoutError, 19), pytest.param(KeyboardInterrupt, 3, marks=pytest.mark.long)],
-)
-def test_an_exception_at_any_call(error: Any, every: int, killable: Executor) -> None:
-    """Of a signal's handler, wherever it comes: each call gets its own answer, no graph stays."""
-    model, number = DataParallel(nn.Linear(4, 2), executor=killable), itertools.count(1.0)
-
-    def step() -> None:
-        x = torch.full((4, 4), next(number))
-        torch.testing.assert_close(model(x), model.module(x))
-
-    interrupted(step, "wire/channel", error, every)
-    assert [held for _, held in whole(killable).flush()] == [0, 0]
 
 
 class Slow(nn.Module):

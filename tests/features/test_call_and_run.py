@@ -11,13 +11,11 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import assert_same_grads, assert_same_state, raised
-from mortal import Everything, Mortal, arm, armed, fate, rows, same, state
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, TransferError
@@ -65,18 +63,6 @@ class Net(nn.Module):
 
     def fail(self, x: Tensor) -> Tensor:
         raise ValueError(f"no {len(x)} rows")
-
-
-class Methodical(Mortal):
-    """Its process may end in a method."""
-
-    def train_on(self, x: Tensor, *, scale: float) -> Tensor:
-        """What may be interrupted, and its backward."""
-        chunk, folder = int(x[0, 0]), self.folder
-        fate(folder, f"call {chunk}")
-        out: Tensor = self.body(x[:, 1:]) * scale
-        out.register_hook(lambda _: fate(folder, f"backward {chunk}"))
-        return out
 
 
 @pytest.fixture
@@ -291,37 +277,6 @@ def test_a_function_that_cannot_be_sent(two: Executor) -> None:
         model.run(importable, lock)
     with pytest.raises(TransferError, match=r"^function is a .*NotBack, which can be pickled"):
         model.run(NotBack(0.5), batch())
-
-
-@pytest.mark.parametrize(
-    ("verb", "deaths"),
-    [
-        ("call", ["backward 0"]),
-        pytest.param("call", ["call 1", "backward 0"], marks=pytest.mark.long),
-        pytest.param("run", ["call 1", "backward 0"], marks=pytest.mark.long),
-    ],
-)
-def test_a_death(verb: str, deaths: list[str], killable: Executor, tmp_path: Path) -> None:
-    """In the method, and in its backward, where the graph is made again: the bits of an undisturbed
-    run.
-    """
-    found: list[list[torch.Tensor]] = []
-    for moments in ([], deaths):
-        arm(tmp_path, *moments)
-        torch.manual_seed(5)
-        net = Methodical(Everything(checkpointed=True), tmp_path)
-        model = DataParallel(net.double(), executor=killable)
-        x = rows(2, 1).double().requires_grad_()
-        scale = torch.tensor(3.0, dtype=torch.double, requires_grad=True)
-        if verb == "call":
-            out = model.call("train_on", x, scale=scale)
-        else:
-            out = model.run(lambda net, x, s=scale: net.train_on(x, scale=s), x)
-        out.square().sum().backward()
-        assert x.grad is not None and scale.grad is not None
-        found.append([out.detach(), x.grad, scale.grad, *state(model)])
-        assert armed(tmp_path) == []
-    assert same(*found)
 
 
 def test_in_place() -> None:

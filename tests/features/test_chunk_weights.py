@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import assert_same_grads
-from mortal import Everything, Mortal, arm, armed, same, state
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options
@@ -63,23 +61,3 @@ def test_X2_gradients_are_those_of_the_even_split(two: Executor, weights: Any) -
         torch.testing.assert_close(model(x)[0], even(x)[0])
         split = [len(out[0]) for out in model.call("forward", x, gather=False)]
         assert split == rows
-
-
-@pytest.mark.long
-def test_X2_deaths_run_the_same_split_again(killable: Executor, tmp_path: Path) -> None:
-    """In forward and in backward, to the bit, with dropout and batch norm."""
-    runs = []
-    for moments in ((), ("forward 1", "late forward 0"), ("backward 0",), ("second 1",)):
-        torch.manual_seed(5)
-        arm(tmp_path, *moments)
-        options = Options(chunk_weights=(3, 2))
-        model = DataParallel(Mortal(Everything(), tmp_path), executor=killable, options=options)
-        # the first column says which chunk a row is in
-        number = torch.tensor([0.0] * 6 + [1.0] * 4).unsqueeze(1)
-        x = torch.cat([number, torch.linspace(-1, 1, 60).view(10, 6)], 1).requires_grad_()
-        loss = model(x).square().sum()
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.square().sum()).backward()
-        assert not armed(tmp_path)
-        runs.append([loss.detach(), x.grad, *state(model)])
-    assert all(same(run, runs[0]) for run in runs[1:])

@@ -7,12 +7,10 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mortal import Mortal, arm, armed
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor
@@ -243,25 +241,3 @@ def test_wrong_settings_are_named_at_once(executor: Executor) -> None:
     for kind, text, settings in refused:
         with pytest.raises(kind, match=text):
             model.map([], **settings)
-
-
-THREE = pytest.param(("forward 2", "late forward 3", "forward 9"), marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize("moments", [("late forward 5",), THREE], ids=["one", "three"])
-def test_a_replica_that_dies_is_no_event(killable: Executor, tmp_path: Path, moments: Any) -> None:
-    """Another one computes its batches, with the same bits."""
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
-    model = DataParallel(Mortal(net, tmp_path), executor=killable)
-    batches = [torch.cat([torch.full((4, 1), float(n)), torch.randn(4, 6)], 1) for n in range(12)]
-    torch.manual_seed(4)
-    expected = list(model.map(batches))
-    before = killable.stats().deaths
-    arm(tmp_path, *moments)
-    torch.manual_seed(4)
-    found = list(model.map(batches))
-    assert armed(tmp_path) == []
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert killable.stats().deaths - before == len(moments)
-    assert usable(DataParallel(Picky(), executor=killable))

@@ -291,28 +291,6 @@ def limited(
         del executor.dispatcher._limit  # type: ignore[attr-defined]
 
 
-def interrupted(step: Callable[[], Any], files: str, error: Any, every: int = 3) -> None:
-    """Let an error come at each third call of some files of the package in turn, as a signal's
-    handler may raise it, and do the step once more after each.
-    """
-    at, calls = 0, 0
-
-    def raises(frame: Any, event: str, _: Any) -> None:
-        nonlocal calls
-        if event in ("call", "c_call") and files in frame.f_code.co_filename:
-            calls += 1
-            if calls == at:
-                raise error
-
-    while calls >= at:
-        at, calls = at + every, 0
-        with contextlib.suppress(error):
-            sys.setprofile(raises)
-            step()
-        sys.setprofile(None)
-        step()
-
-
 def cycles(call: Callable[[], Any]) -> list[str]:
     """What of torch, the package and the tests only the collector would free after this call.
 

@@ -4,11 +4,10 @@ with an undisturbed run.
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import DataParallel, Executor
+from raydp_parallel import Executor
 
 
 def arm(folder: Path, *moments: str) -> None:
@@ -123,35 +122,6 @@ def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
     loss.backward()
     optimizer.step()
     return loss.detach()
-
-
-def survives(
-    executor: Executor,
-    folder: Path,
-    plan: dict[int, Sequence[str]],
-    loss: Callable[[DataParallel[Any], int], Tensor],
-    net: nn.Module | None = None,
-) -> bool:
-    """Whether training in which processes die gives the bits of another: ``plan[step]`` is armed
-    before each step.
-    """
-    results = []
-    for planned in ({}, plan):
-        torch.manual_seed(2)
-        body = Everything() if net is None else copy.deepcopy(net)
-        model = DataParallel(Mortal(body, folder), executor=executor)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        losses = []
-        for number in range(5):
-            arm(folder, *planned.get(number, ()))
-            optimizer.zero_grad()
-            value = loss(model, number)
-            value.backward()
-            optimizer.step()
-            losses.append(value.detach())
-        results.append([*losses, *state(model)])
-    assert not armed(folder)
-    return same(*results)
 
 
 def whole(executor: Executor) -> Executor:

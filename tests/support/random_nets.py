@@ -155,6 +155,10 @@ class Words(nn.Module):
         return x + self.table.weight[ids] if self.how == "dense" else x
 
 
+INEXACT = Twice, Words, parametrizations._SpectralNorm
+"""Modules that use a weight more than once: the sum of its gradients has another order."""
+
+
 def scale_output(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     """A forward hook."""
     return output * 1.25
@@ -184,6 +188,7 @@ def block(draw: random.Random, depth: int) -> nn.Module:
         "sometimes": Sometimes,
         "words": lambda: Words(draw.choice(("sparse", "dense", "none"))),
         "weight norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+        "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     }
     deep: dict[str, Callable[[], nn.Module]] = {
         "sequence": lambda: nn.Sequential(*blocks()),
