@@ -26,7 +26,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import on_gpus
 import ray
 import torch
 
@@ -136,12 +135,14 @@ def _be_replica(
     about = {"get_accelerator_ids": lambda: gpus, "get_node_id": lambda: NODE}
     ray.get_runtime_context = lambda: SimpleNamespace(**about)
     made = actor.ReplicaActor.__ray_metadata__.modified_class(kind, index)
+    enter: Any = contextlib.nullcontext()
     if kind == "gpu":
         torch.set_num_threads(1)  # its kernels are the CPU's: others have other bits
+        enter = importlib.import_module("on_gpus").there("cuda")
     orders.send(pickle.dumps(describe(made._device, NODE)))
     if name := orders.recv(1 << 10).decode():
         orders.close()
-        with on_gpus.there("cuda") if kind == "gpu" else contextlib.nullcontext():
+        with enter:
             made.serve(name)
 
 
