@@ -41,7 +41,7 @@ class Sum:
 
     @property
     def stand(self) -> Stand | None:
-        """What is in ``.grad`` for it; None if there is something else."""
+        """Contents of ``.grad`` for it; None if there is something else."""
         grad, last = self.parameter.grad, self.last()
         return last if isinstance(grad, RemoteGrad) and grad.stand is last else None
 

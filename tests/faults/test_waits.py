@@ -148,8 +148,8 @@ def test_a_limit_below_the_imports_of_a_new_process(monkeypatch: pytest.MonkeyPa
         model.sync()
         start = executor.options.placement_timeout
     for phases in limits.values():
-        first = [*dict(reversed(phases)).items()][::-1]
-        assert first[:2] == [("forward", start), ("resume", start)] and len(first) > 3
+        first = dict(reversed(phases))
+        assert first["forward"] == first["resume"] == start and len(first) > 3
         assert {limit for _, limit in phases if limit != start} == {20.0}
 
 

@@ -136,10 +136,11 @@ def _be_replica(
     ray.get_runtime_context = lambda: SimpleNamespace(**about)
     made = actor.ReplicaActor.__ray_metadata__.modified_class(kind, index)
     enter: Any = contextlib.nullcontext()
-    if kind == "gpu":
+    device = made._device if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":  # else GPUs are only counted
         torch.set_num_threads(1)  # its kernels are the CPU's: others have other bits
         enter = importlib.import_module("on_gpus").there("cuda")
-    orders.send(pickle.dumps(describe(made._device, NODE)))
+    orders.send(pickle.dumps(describe(device, NODE)))
     if name := orders.recv(1 << 10).decode():
         orders.close()
         with enter:
