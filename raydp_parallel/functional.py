@@ -60,8 +60,9 @@ class RemoteReplica:
     @ambient.uncompiled
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the replica. An exception of the module is raised as it is, as a plain call would."""
-        chunk = self.chunk(args, kwargs)
-        return forward.run(self._executor, [chunk], self._executor.options.unused_grads)[0]
+        executor, chunk = self._executor, self.chunk(args, kwargs)
+        with executor.replica_set.lock:  # nobody else's call may come between
+            return forward.start(executor, [chunk], executor.options.unused_grads).finish()[0]
 
     def chunk(
         self, args: object, kwargs: Keywords, dim: int = 0, number: int | None = None
@@ -71,8 +72,7 @@ class RemoteReplica:
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
         given = self._slot, self.module, positional, kwargs, where
         rows = next(batch.sizes((positional, kwargs), dim), 0)
-        refs = bool(batch.find_refs((positional, kwargs)))
-        return ForwardChunk(*given, rows, refs, self._detach, self._called)
+        return ForwardChunk(*given, rows, self._detach, self._called)
 
     def __reduce__(self) -> tuple[object, ...]:
         module, device, _, *rest = vars(self).values()
@@ -179,9 +179,9 @@ def apply(
             ids = [device_id(entry) for entry in devices or all_gpus(executor.options) or ["cpu"]]
             ids = [ids[k % len(ids)] for k in range(len(modules))]
             module = replicas_of(module, ids, False, executor)[i]
-        kwargs = {} if kwargs_tup is None else kwargs_tup[i]
-        chunks.append(module.chunk(inputs[i], kwargs, dim, i))
-    return forward.run(executor, chunks, unused, lend)
+        chunks.append(module.chunk(inputs[i], kwargs_tup[i] if kwargs_tup else {}, dim, i))
+    with executor.replica_set.lock:  # nobody else's call may come between
+        return forward.start(executor, chunks, unused).finish(lend)
 
 
 def calling(replicas: Sequence[object], called: Called) -> list[RemoteReplica]:

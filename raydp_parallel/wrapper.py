@@ -354,15 +354,15 @@ class DataParallel(nn.DataParallel[T]):
             replicas = self.replicate(self.module, ids)
             if called is not None:
                 replicas = functional.calling(replicas, called)
-            if not split:
-                output = replicas[0](*inputs, **kwargs)
-                return output if gather else [output]
-            if not (gather and self._own("parallel_apply", "gather")):
+            if split and gather and self._own("parallel_apply", "gather"):
+                how = self.dim, self._options.unused_grads, True
+                with self.executor.replica_set.lock:  # outputs lie in windows until then
+                    return join(functional.apply(replicas, args, named, ids, *how))
+            if split:
                 outputs = self.parallel_apply(replicas, args, named)
-                return join(outputs) if gather else outputs
-            how = self.dim, self._options.unused_grads, True
-            with self.executor.replica_set.lock:  # outputs lie in windows until they are gathered
-                return join(functional.apply(replicas, args, named, ids, *how))
+            else:
+                outputs = [replicas[0](*inputs, **kwargs)]
+            return join(outputs) if gather else outputs
 
     def _chunks(
         self, called: Called, inputs: tuple[object, ...], kwargs: Keywords, split: bool

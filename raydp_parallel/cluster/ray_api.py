@@ -369,7 +369,8 @@ def gauge(name: str, description: str, labels: dict[str, str], value: float) -> 
 
 def _key(name: str) -> bytes:
     # Not Ray's public question for the job, which would start another cluster if this one was left.
-    return f"{global_worker.current_job_id.hex()}:{os.getpid()}:{name}".encode()
+    job = global_worker.core_worker.get_current_job_id()  # type: ignore[attr-defined]
+    return f"{job.hex()}:{os.getpid()}:{name}".encode()
 
 
 def put_entry(name: str, value: str) -> None:

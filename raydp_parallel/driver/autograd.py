@@ -41,7 +41,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver import groups
-from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph, own
+from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers, Sums
 from raydp_parallel.driver.resident_gradients import Kept
@@ -393,7 +393,6 @@ class Backward:
                 keep=self._keep,
                 derived=None if makes is None else makes.key,
                 moved=moved[chunk.master],
-                forget=(),
             )
             trip = _Trip(part, [graph for graph, _ in given], request, makes)
             if makes is not None and call.group is None:
@@ -417,23 +416,18 @@ class Backward:
         return groups.direct(call.executor, [part.chunk.slot for part in parts], size)
 
     def _only_sums(self, trips: Sequence[_Trip], answers: list[Answer], root: int) -> list[Answer]:
-        """Leave out what is in the root's sums; if that has none, make again what went there."""
+        """Leave out what is in the root's sums; if that has none, make all again without it."""
         call, parts = self._call, [*self._call.parts.values()]
         if any(answer.failure is not None for answer in answers):
             return answers
         if not any(answers[root].reached):
             if call.executor.groups:  # nobody died: chunks have gradients of different parameters
                 parts[0].chunk.master.alike = False
-            lost = [i for i, answer in enumerate(answers) if any(answer.reached)]
-            if lost:
-                answers = [*map(own, answers)]
-                for i in lost:
-                    for graph in trips[i].needs:
-                        graph.life = -1  # its replica has freed it
+            if any([any(answer.reached) for answer in answers]):  # some have given theirs away
+                for graph in [graph for trip in trips for graph in trip.needs]:
+                    graph.life = -1  # its replica may have freed it
                 dispatcher = call.executor.dispatcher
-                flight = dispatcher.start(Flight([trips[i] for i in lost], attempt=1))
-                for i, answer in zip(lost, dispatcher.finish(flight), strict=True):
-                    answers[i] = answer
+                answers = dispatcher.finish(dispatcher.start(Flight(trips, attempt=1)))
             return answers
         rows = zip(parts[root].all, answers[root].reached, strict=True)
         there = {at for at, is_sum in rows if is_sum}

@@ -115,8 +115,9 @@ class Call:
         """Say what has changed since it ran, so that it cannot run again; None if nothing has."""
         return None
 
-    def explain(self, failure: Failure) -> None:
-        """Raise a better error than the replica's, if there is one."""
+    def explain(self, failure: Failure) -> Failure:
+        """Say more than the replica could, or raise a better error than its."""
+        return failure
 
 
 @dataclass(eq=False)
@@ -264,8 +265,7 @@ class Dispatcher:
             self.leave()  # who failed has left it
         failed.sort(key=lambda pair: pair[0].name.endswith("Abandoned"))
         for failure, call in failed:
-            call.explain(failure)
-            exceptions.reraise(failure, str(call.slot))
+            exceptions.reraise(call.explain(failure), str(call.slot))
 
     def leave(self) -> None:
         """Make other groups next time: a member has left one, and all others leave theirs now."""

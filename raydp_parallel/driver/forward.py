@@ -57,7 +57,6 @@ class ForwardChunk(NamedTuple):
     kwargs: dict[str, object]
     where: str | None  # the place that an exception names; None raises it as it is
     rows: int  # how many it has
-    refs: bool  # some arguments are references to objects of Ray's store
     detach: bool  # the module's parameters get no gradients
     called: Called  # in place of the module's forward
 
@@ -80,12 +79,9 @@ class ForwardCall(Call):
     def __init__(self, settings: _Settings, chunk: Chunk, given: ForwardChunk) -> None:
         super().__init__(chunk.slot, "forward", master=chunk.master)
         self.settings, self.chunk, self.given = settings, chunk, given
-        args, kwargs = given.args, given.kwargs
-        self.refs: dict[int, object] = {}
-        if given.refs:
-            numbers = defaultdict[object, int](_numbers.__next__)
-            args, kwargs = batch.numbered((args, kwargs), numbers)
-            self.refs = {number: ref for ref, number in numbers.items()}
+        numbers = defaultdict[object, int](_numbers.__next__)
+        args, kwargs = batch.numbered((given.args, given.kwargs), numbers)
+        self.refs = {number: ref for ref, number in numbers.items()}
         try:
             self._arguments = parcel((given.called, args, kwargs), "")
         except TransferError:
@@ -142,7 +138,6 @@ class ForwardCall(Call):
             key=None if self.makes is None else self.makes.key,
             arguments=self._arguments,
             seed=seed,
-            forget=(),
             overlay=self.overlay,
             optional=unused == "none",  # torch would call hooks with None
             refs=tuple(self.refs),
@@ -175,18 +170,17 @@ class ForwardCall(Call):
             what = "the weights, by a step of the optimizer,"
         return None if what is None else f"{what} was changed"
 
-    def explain(self, failure: Failure) -> None:
-        """Raise an error for arguments, or a module, that cannot be loaded here either."""
+    def explain(self, failure: Failure) -> Failure:
+        """Say what one row lacks; and raise an error for arguments, or a module, that cannot be
+        loaded here either.
+        """
         given = self.given
         if given.rows == 1 and "more than 1 value per channel" in failure.text:
-            exceptions.reraise(
-                failure._replace(
-                    text=f"{failure.text}This chunk has 1 row of a batch of {self.settings.rows}, "
-                    "and batch norm needs 2 in each: DataLoader(..., drop_last=True), or fewer "
-                    "devices"
-                ),
-                "",
+            text = (
+                f"This chunk has 1 row of a batch of {self.settings.rows}, and batch norm needs 2 "
+                "in each: DataLoader(..., drop_last=True), or fewer devices"
             )
+            return failure._replace(text=failure.text + text)
         parts = {"function": given.called, "inputs": given.args, "kwargs": given.kwargs}
         parts["module"] = given.module
         for name, part in parts.items() if failure.loading else ():
@@ -194,6 +188,7 @@ class ForwardCall(Call):
                 exceptions.reraise(failure, "")
             except Exception as error:
                 pickling.refuse_unloadable(part, name, error, failure.text.splitlines()[-1])
+        return failure
 
 
 def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
@@ -204,17 +199,6 @@ def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
             "with_loss: the criterion has parameters of the model: let a method of the module "
             "compute the loss, for model.call(), or give a function of the output alone"
         )
-
-
-def run(
-    executor: Executor,
-    chunks: Sequence[ForwardChunk],
-    unused: UnusedGrads = "zeros",
-    lend: bool = False,
-) -> list[Any]:
-    """Run all chunks; returns their outputs, lent as `Forward.finish` says."""
-    with executor.replica_set.lock:  # nobody else's call may come between
-        return start(executor, chunks, unused).finish(lend)
 
 
 def start(

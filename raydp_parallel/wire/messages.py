@@ -103,10 +103,10 @@ class ForwardRequest(NamedTuple):
     # itself; and its positional and keyword arguments.
     arguments: Parcel
     seed: int  # the call's
-    forget: tuple[int, ...]
     # Contents that tensors had when the forward ran first, by slot; None if it runs first now. It
     # runs again only for its graph.
     overlay: dict[int, Tensor] | None
+    forget: tuple[int, ...] = ()
     optional: bool = False  # all leaves are looked for among those that outputs depend on
     refs: tuple[int, ...] = ()  # numbers among the arguments, for objects of Ray's store
 
@@ -130,7 +130,7 @@ class BackwardRequest(NamedTuple):
     keep: bool  # graphs are used again
     derived: int | None  # the number of the graph that the gradients get, with create_graph
     moved: dict[int, int]  # by how much the master's versions moved since the forward, by slot
-    forget: tuple[int, ...]
+    forget: tuple[int, ...] = ()
 
 
 class Forget(NamedTuple):
