@@ -201,7 +201,7 @@ def test_only_clusters_of_one_s_own_are_told_the_token(
 ) -> None:
     """Another user's process may look like one of Ray's."""
     raylet = shutil.copy("/bin/sh", tmp_path / "raylet")
-    command = [raylet, "-c", "read line", "--gcs-address=host:1"]
+    command = [raylet, "-c", "read line", "--gcs-address=host:1 --b"]
     with subprocess.Popen(command, stdin=subprocess.PIPE):
         assert "host:1" in ray_api._running()
         monkeypatch.setattr(ray_api.os, "getuid", lambda: 4321)

@@ -419,7 +419,7 @@ def _running() -> set[str]:
             mine = f"\nUid:\t{os.getuid()}\t" in (process / "status").read_text()
             if mine and os.readlink(process / "exe").endswith("/raylet"):
                 line = (process / "cmdline").read_text(errors="replace")
-                found.update(re.findall("--gcs-address=([^\0]+)", line))
+                found.update(re.findall("--gcs-address=([^\0 ]+)", line))
     return found
 
 
