@@ -16,6 +16,7 @@ import operator
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -101,10 +102,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             uses = [*parts.pop("__globals__")]
             # Others than the function's own are names of submodules.
             parts = {k: None if hasattr(func, k) else part for k, part in parts.items()}
-            if len(_reduced) == 4096:
-                _reduced.clear()
-            known = _reduced[id(code)] = there, make, rest, uses, parts, code
-        _, make, rest, uses, parts, _ = known
+            if known is None:
+                weakref.finalize(code, _reduced.pop, id(code))
+            known = _reduced[id(code)] = there, make, rest, uses, parts
+        _, make, rest, uses, parts = known
         parts = {name: getattr(func, name, part) for name, part in parts.items()}
         arguments = self._function_getnewargs(func)
         if module is not None:
@@ -122,8 +123,8 @@ def _seed(state: list[int]) -> torch.Generator:
 
 
 _reduced: dict[int, tuple[Any, ...]] = {}
-"""How functions are reduced, by the id of their code, which is held: begins with the names of their
-globals, of which a later one may be another one that the code uses.
+"""How functions are reduced, by the id of their code, for as long as that lives: begins with the
+names of their globals, of which a later one may be another one that the code uses.
 """
 
 

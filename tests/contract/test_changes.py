@@ -531,6 +531,17 @@ def test_edits_of_a_script_s_functions_and_classes_are_seen(script: Any, name: s
     assert not torch.equal(before, after)
 
 
+def test_functions_that_are_gone_leave_nothing() -> None:
+    """In a notebook each run of a cell makes them anew."""
+    net, codes = Apply(lambda net, x: x), weakref.WeakSet[types.CodeType]()
+    model = DataParallel(net, CPUS)
+    for number in range(3):
+        net.function = eval(f"lambda net, x: x * {number}")
+        codes.add(net.function.__code__)
+        assert model(torch.ones(4, 1)).tolist() == [[number]] * 4
+    assert len(codes) == 1
+
+
 # --- nothing changed, nothing is sent ---
 
 
