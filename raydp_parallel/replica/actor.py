@@ -130,7 +130,7 @@ class ReplicaActor:
     def _respond(
         self, receive: Callable[[], Request | trial.Trial], send: Callable[[Answer], Sent]
     ) -> Sent:
-        """Answer a request. What fails as it is loaded, or as the answer is made, is the answer."""
+        """Answer a request; a failure to load it, or to make the answer, is the answer, too."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for "cuda" without a number; each thread has one
             if self._failed:

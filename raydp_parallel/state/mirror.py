@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raydp_parallel.devices import ambient
-from raydp_parallel.devices.layout import Layout, Row, is_dense, specs_of
+from raydp_parallel.devices.layout import Layout, Row, alone, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state import sources
 from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner
@@ -382,7 +382,7 @@ class Master:
             rows = [row for row in rows if since.get(row[0]) == now[row[0]]]
         records = [one for one, *_ in rows]
         tensors = [one.tensor for one in records]
-        before = {o.slot: o.tensor.detach().clone() for o in records} if keep else {}
+        before = self._copied(records) if keep else {}
         touch(records)
         versions = versions_of(tensors)
         into, values = [], []
@@ -402,6 +402,17 @@ class Master:
         set_versions(tensors, [a + by for a, (_, _, by, _) in zip(versions, rows, strict=True)])
         if since is not None:  # the graph may be used again
             since.update(self.mark(records))
+        return before
+
+    def _copied(self, records: list[Tracked]) -> Contents:
+        """Copy tensors, plain ones at once: on a GPU each clone is a launch."""
+        plain = [one for one in records if one.plain]
+        row = [one.tensor for one in plain]
+        layout = alone(tuple(specs_of(row)))  # the same layout for the same specs
+        views = layout.views(torch.empty(layout.size, dtype=torch.uint8, device=self.home))
+        copy_row(views, row)
+        before = dict(zip([one.slot for one in plain], views, strict=True))
+        before.update((o.slot, o.tensor.detach().clone()) for o in records if not o.plain)
         return before
 
     def mark(self, records: Collection[Tracked] | None = None) -> Mark:
