@@ -15,6 +15,7 @@ import on_gpus  # before torch
 
 # isort: split
 import forked
+import poison
 import pytest
 import torch
 
@@ -34,15 +35,16 @@ _on_ray: bool | None = None  # None: neither has begun
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--long`` adds the tests that take their time, ``--ray`` runs all on Ray, ``--nodes 2`` on
     several nodes of it, so that all replicas are far. ``--way sent`` maps no weights, ``--way
-    deadly`` ends the replica that is called, every 50th time. ``--device`` has them on stand-in
-    GPUs: see tests/device/on_gpus.py.
+    deadly`` ends the replica that is called, every 50th time, ``--way poisoned`` overwrites memory
+    that nobody may read any more. ``--device`` has them on stand-in GPUs: see
+    tests/device/on_gpus.py.
     """
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
     parser.addoption("--smoke", action="store_true", help="run each tenth test that needs no Ray")
     parser.addoption("--device", choices=on_gpus.PLACES, default="cpu", help="where they run")
     parser.addoption("--ray", action="store_true", help="run all tests on Ray")
     parser.addoption("--nodes", type=int, default=0, help="as many, beside the driver's head")
-    parser.addoption("--way", choices=("", "sent", "deadly"), default="", help="of a call")
+    parser.addoption("--way", choices=[*_WAYS], default="", help="of a call")
 
 
 @pytest.hookimpl(tryfirst=True)  # replicas are forked from a process that pytest has not changed
@@ -51,12 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
     global _nodes
     _nodes = config.getoption("--nodes")
     on_gpus.use()
+    _WAYS[config.getoption("--way")]()
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests and not config.getoption("--ray") and not _nodes:
         forked.start()
     on_gpus.place()
     Options.__init__.__kwdefaults__.update(threads=1)
-    _WAYS[config.getoption("--way")]()
     # A shell starts programs in the background with SIGINT ignored; tests of Ctrl-C would hang.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -88,7 +90,7 @@ def deadly() -> None:
     Dispatcher.send = deadly_send  # type: ignore[method-assign]
 
 
-_WAYS: dict[str, Any] = {"": lambda: None, "sent": sent, "deadly": deadly}
+_WAYS: dict[str, Any] = {"": int, "sent": sent, "deadly": deadly, "poisoned": poison.use}
 
 
 def needs_ray(item: pytest.Item) -> bool:
