@@ -380,67 +380,6 @@ def test_A8_inputs_and_weights_of_inference_mode() -> None:
         torch.testing.assert_close(DataParallel(net, CPUS)(x), net(x))
 
 
-class Counting(nn.Module):
-    """Adds the number of its calls, a buffer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, width), nn.Linear(width, width)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = self.two(self.one(x).tanh()) + self.calls
-        return out
-
-
-def now_and_then_in_inference_mode(model: nn.Module, make: Callable[..., Any]) -> list[Tensor]:
-    """Evaluate, train, edit, and use what training keeps, in a random order; returns what that
-    gives.
-    """
-    draw, numbers, seen = random.Random(0), torch.Generator().manual_seed(0), list[Tensor]()
-    params, optimizer = [*model.parameters()], None
-    rest = ["evaluate", "evaluate", "train", "train", "edit", "use", "begin"]
-    for i, how in enumerate([*["evaluate"] * 3, "begin", *draw.choices(rest, k=30)]):
-        x = torch.randn(draw.choice([2, 4, 5, 8]), 3, dtype=torch.double, generator=numbers)
-        with torch.inference_mode(i < 4 or draw.random() < 0.5), torch.no_grad():
-            if how == "evaluate":
-                seen.append(model(x))
-            elif how == "begin":
-                optimizer = make(torch.optim.Adam)
-            elif how == "edit":
-                params[0].mul_(0.9)
-            elif how == "use":  # fetched here, and written to below
-                seen += [p.norm() + (0 if p.grad is None else p.grad.norm()) for p in params]
-                assert optimizer.state is not None
-        if how == "train":
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        elif how == "use":
-            for p in params:
-                for t in (p.grad, optimizer.state[p].get("exp_avg")):
-                    seen += [] if t is None else [t.mul_(0.5).clone()]
-            optimizer.step()
-    return [*seen, *model.state_dict().values()]
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("width", [4, 300])
-def test_A8_inference_mode_now_and_then(width: int, inside: bool) -> None:
-    """What is made in it and kept for later calls ends no training: windows and their views, copies
-    that edits are compared with, mapped weights (of 300 columns), sums; weights, gradients and
-    states that were fetched. Outputs are tensors of the mode.
-    """
-    plain = Counting(width).double()
-    model = DataParallel(copy.deepcopy(plain), CPUS)
-    make = model.optimizer if inside else lambda kind: kind(model.parameters())
-    ours = now_and_then_in_inference_mode(model, make)
-    theirs = now_and_then_in_inference_mode(plain, lambda kind: kind(plain.parameters()))
-    torch.testing.assert_close(ours, theirs)
-    assert [t.is_inference() for t in ours] == [t.is_inference() for t in theirs]
-
-
 def settings(_net: Any = None, x: Any = None) -> str:
     """Torch's settings, as text."""
     row = {name: read() for name, (read, _) in ambient.FLAGS.items()}

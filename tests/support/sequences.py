@@ -403,7 +403,10 @@ def closure(p: Program, draw: random.Random) -> Parts:
 def evaluate(p: Program, draw: random.Random) -> Parts:
     with draw.choice((torch.no_grad, torch.inference_mode))():
         for _ in range(2):
-            yield "output", p.model(p.batch(draw))
+            yield "output", (out := p.model(p.batch(draw)))
+            yield "its mode", torch.tensor(out.is_inference())
+        if draw.random() < 0.3 and p.kind is not torch.optim.Adagrad:  # which makes its state here
+            p.new_optimizer()
 
 
 def map_batches(p: Program, draw: random.Random) -> Parts:
@@ -508,7 +511,7 @@ def failing(p: Program, draw: random.Random) -> Parts:
 
 
 def edit(p: Program, draw: random.Random) -> None:
-    with torch.no_grad():
+    with draw.choice((torch.no_grad, torch.inference_mode))():
         p.tensor(draw).mul_(0.9)
 
 
