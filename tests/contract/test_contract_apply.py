@@ -426,7 +426,7 @@ LEFT_OUT = {
     "*.set_flags|set_deterministic_debug_mode|*.matmul.allow_tf32": "listed by other names",
     "*_split_k|*invariants.enable|*.set_default_validate_args": "listed by other names, too",
     "*.set_device*|*.set_stream|cuda.tunable.*|cuda.memory.*": "of one GPU",
-    "backends.quantized.*|backends.python_native.*|*rocm*": "of the node's processor",
+    "backends.quantized.*|backends.*_native.*|*xnnpack*|*rocm*": "of the node's processor",
     "backends.mkldnn.fp32_precision|backends.mkldnn.allow_tf32": "torch does not tell it",
     "*multithreading*|autograd.graph.*|cuda.set_sync_debug_mode": "changes or warns of no value",
     "compiler.*|utils.set_module|Graph.*": "of code, and not of values",

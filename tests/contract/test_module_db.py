@@ -9,6 +9,7 @@ import sys
 import unittest
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from raydp_parallel import DataParallel, Executor, Options, gather, scatter_kwar
 
 # Torch's tests import it, and the table does not use it.
 sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
-from torch.testing._internal.common_modules import module_db  # noqa: E402
+# They freeze the settings of backends for the whole process, where other tests of ours come later.
+with patch.object(torch.backends, "disable_global_flags", lambda: None):
+    from torch.testing._internal.common_modules import module_db
 
 TABLE = {f"{info.name}-{mode}": (info, mode) for info in module_db for mode in ("train", "eval")}
 
