@@ -61,6 +61,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         self.failed_joins = 0  # how often they could not join one that uses NCCL
         self.keys = itertools.count(1)  # numbers for models and graphs
         self._masters: dict[int, Master] = {}
+        self._lives: list[int] = []  # of the slots, when models that are trained were last saved
         self._reporter: Reporter | None = None
         if self.device_ids:
             self.slots(self.device_ids)
@@ -97,10 +98,12 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         """
         with exceptions.ShortTraceback(), self.trip():  # a trial of windows, perhaps
             found = self.replica_set.slots_for(device_ids)
-            if not all([slot.revisions for slot in found if slot.ready]):  # one died
+            lives = [slot.life for slot in self.replica_set.slots.values()]
+            if lives != self._lives:  # one died
                 for master in [*self._masters.values()]:
                     if master.resident is not None:
                         master.resident.save()
+                self._lives = lives
         if self._reporter is None and self.options.metrics:
             self._reporter = Reporter(self)
         return found

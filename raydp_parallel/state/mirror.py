@@ -436,8 +436,11 @@ class Master:
             self._look_at_tensors()
         if self.structure.at > revision:
             return "an attribute or a part of the module"
+        # What lies in the memory of a trained one, as spectral norm's weight, follows its steps.
+        trained = {one.seen[1] for one in self.records.values() if one.trained}
         for one in self.records.values():
-            if one.content_at > revision and one.slot not in known:
+            follows = one.seen[1] in trained and not one.trained
+            if one.content_at > revision and one.slot not in known and not follows:
                 named = *self.module.named_parameters(), *self.module.named_buffers()
                 name = next((name for name, t in named if t is one.tensor), "")
                 return f"{'parameter' if one.kind == 'parameter' else 'buffer'} {name!r}"

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,7 @@ import torch.utils.checkpoint
 from harness import carried, kill, made_of, ones, raised
 from mortal import same
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, spectral_norm
 
 from raydp_parallel import (
     DataParallel,
@@ -33,6 +34,7 @@ from raydp_parallel import (
     StateLost,
     convert_sync_batchnorm,
 )
+from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.start import Starter
 
 
@@ -546,6 +548,24 @@ def test_T2_a_death_before_the_clipping(dead: tuple[int, ...], killable: Executo
     compare(killable, program, layers, torch.optim.SGD, close=True)
 
 
+def test_T2_a_death_after_weights_were_read(killable: Executor) -> None:
+    """That fetches them, also into what lies in their memory, as the weight of spectral norm."""
+    results = []
+    for deadly in (False, True):
+        model, optimizer = small(killable, make=lambda: spectral_norm(nn.Linear(6, 2)))
+        advance(model, optimizer, 0)
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(torch.ones(4, 6)).sum().backward()
+            model.sync()
+            if deadly:
+                killable.grow()
+                kill(killable, 1)
+        optimizer.step()
+        results.append(held(model, optimizer))
+    assert same(*results)
+
+
 def test_T2_a_gradient_that_is_held_and_cannot_be_made_again(killable: Executor) -> None:
     """It is lost where it is used; the next backward does not mind. A traceback may hold it."""
     model, optimizer = small(killable)
@@ -558,17 +578,25 @@ def test_T2_a_gradient_that_is_held_and_cannot_be_made_again(killable: Executor)
     assert isinstance(raised(grad.sum), StateLost)
 
 
-@pytest.mark.long  # on a busy machine the newcomer may come too late
-def test_T2_a_newcomer_gets_the_steps_of_all_models(killable: Executor) -> None:
-    """With the next call of any: another death does not lose them."""
-    killable.grow()
+@pytest.mark.parametrize("soon", [False, True])
+def test_T2_a_newcomer_gets_the_steps_of_all_models(
+    soon: bool, killable: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the next call of any, also if it came within the last one: another death does not lose
+    them.
+    """
+    lost = ReplicaSet.lost
+    if soon:
+        monkeypatch.setattr(ReplicaSet, "lost", lambda s, *how: (lost(s, *how), s.grow(60)))
     model, optimizer = small(killable)
     other, _ = small(killable, inside=False)
     for step in range(2):
         advance(model, optimizer, step)
+    killable.flush()  # waits for the step
     for victim in range(2):
         kill(killable, victim)
-        other(torch.ones(4, 6))
+        with contextlib.nullcontext() if soon else forked.held():
+            other(torch.ones(4, 6))
         killable.grow()
         other(torch.ones(4, 6))
     plain, ordinary = small(killable, inside=False)
