@@ -85,8 +85,7 @@ class Weights:
     @property
     def behind(self) -> int:
         """The steps that the driver's weights lack."""
-        coming = self.coming is not None and self.coming.step.norm is None
-        return self.steps + coming - self._at
+        return self.steps + (self.coming is not None) - self._at
 
     @property
     def lacking(self) -> bool:
@@ -295,10 +294,13 @@ class Resident:
                 if most is not None:
                     torch.nn.utils.clip_grads_with_norm_(optimizer.known, most, norm)
                 return norm
-            self._send(plan)
-            found = self.collect()
-            assert found is not None
-            norm = found.clone()
+            try:
+                self._send(plan)
+                norm = self._finish(plan).clone()
+            except BaseException:  # nobody asks for it again, and members may wait for each other
+                self._normed = None
+                self._executor.dispatcher.leave()
+                raise
             torch.nn.utils.get_total_norm([norm], norm_type, error)
             if most is not None:
                 scale = torch.clamp(most / (norm + 1e-6), max=1.0)
@@ -369,7 +371,8 @@ class Resident:
         plan.calls, plan.sent = [], []
         for slot, seat in zip(slots, seats, strict=True):
             plan.calls.append(Call(slot, "step", step._replace(exchange=seat)))
-        self.weights.coming = plan
+        if plan.step.norm is None:
+            self.weights.coming = plan
         self._go_on(plan)
 
     def _go_on(self, plan: _Plan) -> None:
@@ -381,18 +384,18 @@ class Resident:
                 pending = self._executor.dispatcher.send(call.slot, call) if current else None
             plan.sent.append(pending)
 
-    def collect(self) -> Tensor | None:
-        """Take the answers to the last step, and make it again if no replica could; returns the
-        norm, if that was asked for.
-        """
-        weights, dispatcher = self.weights, self._executor.dispatcher
-        limit = self._executor.replica_set.options.call_timeout
+    def collect(self) -> None:
+        """Take the answers to the last step, and make it again if no replica could."""
         error, self._error = self._error, None
         if error is not None:
             raise error
-        plan = weights.coming
-        if plan is None:
-            return None
+        if self.weights.coming is not None:
+            self._finish(self.weights.coming)
+
+    def _finish(self, plan: _Plan) -> Tensor:
+        """Take the answers to a step; returns the norm, if that was asked for."""
+        weights, dispatcher = self.weights, self._executor.dispatcher
+        limit = self._executor.replica_set.options.call_timeout
         for attempt in range(_MOST_TRIES):
             if attempt:
                 try:
@@ -436,4 +439,4 @@ class Resident:
                 weights.ready(call.slot)  # at once, while somebody has the step
         for one, failure, _ in failed:
             exceptions.reraise(failure, str(one.slot))
-        return next((a.value for _, a in answers if a.failure is None), None)
+        return next(a.value for _, a in answers if a.failure is None)  # type: ignore[no-any-return]

@@ -36,6 +36,7 @@ from raydp_parallel import (
 )
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.start import Starter
+from raydp_parallel.driver.dispatcher import Dispatcher
 
 
 def net() -> nn.Module:
@@ -564,6 +565,32 @@ def test_T2_a_death_after_weights_were_read(killable: Executor) -> None:
         optimizer.step()
         results.append(held(model, optimizer))
     assert same(*results)
+
+
+def test_T2_a_norm_that_is_interrupted(killable: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not made again: what the program loads then is what it goes on from."""
+    killable.grow()
+    model, optimizer = small(killable)
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    model(torch.ones(4, 6)).sum().backward()
+    send = Dispatcher.send
+
+    def interrupted(self: Any, slot: Any, call: Any, *rest: Any) -> Any:
+        if call.phase == "step" and slot.index:
+            kill(killable, 1)
+            raise KeyboardInterrupt
+        return send(self, slot, call, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Dispatcher, "send", interrupted)
+        assert isinstance(raised(partial(optimizer.clip_grad_norm_, 0.1)), KeyboardInterrupt)
+    nn.init.ones_(model.module[0].weight)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    plain, ordinary = small(killable, inside=False)
+    for one in (model, optimizer), (plain, ordinary):
+        advance(*one, 0)
+    assert same(held(model, optimizer), held(plain, ordinary))
 
 
 def test_T2_a_gradient_that_is_held_and_cannot_be_made_again(killable: Executor) -> None:
