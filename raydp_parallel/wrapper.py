@@ -9,7 +9,7 @@ The journey of a batch. The numbers stand in the code as comments, such as `# [7
  [3]  request        driver.forward, dispatcher ====>| [4] run: take the state over, run the chunk
  [5]  verify         state.mirror, meanwhile         | [6] report: writes, outputs
  [7]  wait           driver.dispatcher <=============|
- [8]  effects        write-backs, warnings, failure  | put the module back
+ [8]  effects        write-backs, warnings, failure  | make the next module
  [9]  attach         driver.autograd: Fork, Join     |
  [10] gather         batch.joining                   |
  backward: Joins put their gradients aside, then Fork makes

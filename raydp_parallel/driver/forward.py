@@ -131,6 +131,9 @@ class ForwardCall(Call):
             if spread.rank != spread.root:
                 update = update._replace(parts=())
         chunk, (_, context, _, seed, threads, unused, _) = self.chunk, self.settings
+        # Hooks on a parameter that is not used would be called with None.
+        kinds = ("attribute",) if unused == "zeros" else ("attribute", "parameter", "buffer")
+        asked = [leaf.tensor for leaf in chunk.master.leaves if leaf.kind in kinds]
         return ForwardRequest(
             Terms(chunk.number, context, threads, chunk.where, chunk.first, seat),
             model=chunk.master.number,
@@ -139,7 +142,7 @@ class ForwardCall(Call):
             arguments=self._arguments,
             seed=seed,
             overlay=self.overlay,
-            optional=unused == "none",  # torch would call hooks with None
+            asked=tuple([chunk.master.records[id(t)].slot for t in asked]),
             refs=tuple(self.refs),
         )
 

@@ -135,7 +135,7 @@ class ReplicaActor:
             torch.cuda.set_device(self._device)  # for "cuda" without a number; each thread has one
             if self._failed:
                 torch.cuda.synchronize()  # after a device-side assert this fails for ever
-        self._replica.settle()
+        self._replica.prepare()
         request = answer = None
         try:
             request = receive()
@@ -150,7 +150,7 @@ class ReplicaActor:
         self._failed = answer.failure is not None
         threads.rest()  # before the driver's next work wants the cores
         if not self._failed:
-            self._replica.settle()
+            self._replica.prepare()
         return sent
 
     def _answer(self, request: Request | trial.Trial) -> Answer:

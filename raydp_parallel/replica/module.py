@@ -1,9 +1,10 @@
 """The replica's side of a module's state.
 
-Each forward begins with the master's state. Buffers are new in each, as in upstream's replicas,
-because an older graph may have saved the last ones. After it attributes are put back; if a look
-still differs, the module is built again from its bytes. A tensor that was written to and is no
-buffer is made anew, too. Nothing is undone or recorded.
+Each forward has a module of its own, which is unpickled from the bytes that the driver's look made,
+while the driver is busy with the answer before. Parameters and large buffers are shared among
+these modules, small buffers are new. So what a forward does to attributes ends with it, and a
+checkpoint that runs again in backward finds what its forward left. A tensor that is shared and
+was written to is made anew for the next one.
 """
 
 from __future__ import annotations
@@ -13,28 +14,25 @@ import mmap
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import eq, is_
-from typing import Any, NamedTuple
+from itertools import compress, takewhile
+from operator import eq
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.devices.layout import ALIGN, Layout, Row, is_dense, specs_of
-from raydp_parallel.devices.memory import copy_row, copy_up, gpu_of
+from raydp_parallel.devices.layout import ALIGN, Layout, Row, part, specs_of
+from raydp_parallel.devices.memory import copy_row, copy_up
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
-from raydp_parallel.state.look import build, look
-from raydp_parallel.state.run import is_plain, same, set_versions, versions_of
+from raydp_parallel.state.look import Kept, build
+from raydp_parallel.state.run import SMALL, same, set_versions, versions_of
 from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
 from raydp_parallel.wire.windows import Window
 
 _SMALL = 1 << 20
-"""Bytes up to which a buffer is new in each forward, and any tensor's contents are kept."""
-
-Attributes = dict[str, Any]
-"""A dict of a module: its attributes, parameters, buffers or parts."""
+"""Bytes up to which contents are kept that came alone."""
 
 _TRAINED = (
     "the module wrote to its parameter of shape {}, which an optimizer in the replicas steps. "
@@ -44,113 +42,20 @@ _TRAINED = (
 
 _NOTHING = torch.empty(0, device="cpu")
 
-_CHANGED = -1
-"""The slot of a tensor that the master does not have."""
-
-
-class Built:
-    """A module that was built from a look, and what puts it back after a forward. By slot it has
-    tensors, and contents with which a forward begins, where they are known.
-    """
-
-    def __init__(
-        self, module: nn.Module, tensors: dict[int, Tensor], contents: dict[int, Tensor]
-    ) -> None:
-        self.module = module
-        self.tensors = tensors
-        number = {id(t): slot for slot, t in tensors.items()}
-        self._held: list[tuple[Attributes, Attributes]] = []
-        self._places: list[tuple[dict[str, Tensor | None], str, int]] = []
-        registered: set[int] = set()
-        for part in module.modules():
-            if isinstance(part, torch.jit.ScriptModule):
-                continue
-            for d in (vars(part), part._parameters, part._buffers, part._modules):
-                self._held.append((d, dict(d)))
-            for name, t in part._buffers.items():
-                slot = number.get(id(t), _CHANGED)
-                registered.add(slot)
-                own = type(t) is Tensor and slot in contents and is_plain(t) and is_dense(t)
-                if own and tensors[slot].nbytes <= _SMALL:
-                    self._places.append((part._buffers, name, slot))
-        # The slots of tensors that are no parameters, and of those that are no buffers either.
-        self.loose = {slot for slot, t in tensors.items() if not isinstance(t, nn.Parameter)}
-        self.attributes = self.loose - registered
-        # Of buffers that each forward has anew: how they lie in a run, and whose each line is.
-        buffers = [*dict.fromkeys([slot for _, _, slot in self._places])]
-        self.layout = Layout(specs_of([tensors[slot] for slot in buffers]))
-        self.owners = np.empty(self.layout.size // ALIGN, dtype=np.int64)
-        for slot, begin in zip(buffers, self.layout.offsets, strict=True):
-            end = begin + tensors[slot].nbytes
-            self.owners[begin // ALIGN : -(-end // ALIGN)] = slot
-        # A run with the contents of the master, which an update changes, and one to compare.
-        row = [contents[slot] for slot in buffers]
-        device = gpu_of(row) or "cpu"
-        self.flat = torch.zeros(self.layout.size, dtype=torch.uint8, device=device)
-        self.views = dict(zip(buffers, self.layout.views(self.flat), strict=True))
-        copy_row([*self.views.values()], row)
-        other = torch.zeros_like(self.flat)
-        self._now = other, self.layout.views(other)
-        self.lies = _lies({slot: tensors[slot] for slot in tensors.keys() - self.loose})
-
-    def put(self, tensors: dict[int, Tensor]) -> None:
-        """Let the module have other buffers."""
-        for place, name, slot in self._places:
-            place[name] = tensors[slot]
-
-    def now(self, tensors: dict[int, Tensor]) -> Tensor:
-        """Lay buffers out in a run, but for those that lie otherwise by now. It is valid until the
-        next one.
-        """
-        (flat, views), row = self._now, [tensors[slot] for slot in self.views]
-        alike = [*map(eq, specs_of(row), self.layout.specs)]
-        copy_row([*compress(views, alike)], [*compress(row, alike)])
-        return flat
-
-    def put_back(self) -> list[tuple[Attributes, Attributes]]:
-        """Put attributes back that were set; returns what they were."""
-        changes = []
-        for d, before in self._held:
-            if len(d) != len(before) or not all(map(is_, d.values(), before.values())):
-                changes.append((d, dict(d)))
-                d.clear()
-                d.update(before)
-        return changes
-
 
 @dataclass(slots=True, eq=False)
-class Found:
-    """The module and the tensors that one forward found."""
+class ForwardState:
+    """A module and its tensors, for one forward."""
 
-    built: Built
+    module: nn.Module
     tensors: dict[int, Tensor]  # by slot
+    form: _Form
+    lies: dict[int, tuple[object, ...]]  # where and how each lay before
     # How often each had been written to when it ended, as its graph saved them; empty until then.
     saved: dict[int, int] = field(default_factory=dict)
     touched: raw_access.Touched = field(default_factory=dict)  # past versions
-    # Attributes that the forward set, for a checkpoint that runs again in backward.
-    changes: list[tuple[Attributes, Attributes]] = field(default_factory=list)
-    # When it was watched: how often each had been written to, where and how each lay, and the
-    # buffers' bytes; None if writes are not reported.
-    versions: list[int] = field(default_factory=list)
-    lies: dict[int, tuple[object, ...]] = field(default_factory=dict)
-    was: Tensor | None = None
-
-    def watch(self, was: Tensor | None) -> None:
-        """Note what the tensors are, and the buffers' bytes, to find later what was written to."""
-        self.versions = versions_of(self.tensors.values())
-        self.lies = self.built.lies | _lies({n: self.tensors[n] for n in self.built.loose})
-        self.was = was
-
-    def changed(self) -> set[int]:
-        """Find the buffers with other bytes, in one look at all: kernels of batch norm move no
-        version.
-        """
-        if self.was is None or not self.built.views:
-            return set()
-        now = self.built.now(self.tensors)
-        words = now.view(torch.int64) != self.was.view(torch.int64)
-        lines = words.view(len(self.built.owners), ALIGN // 8).any(1)
-        return {*self.built.owners[lines.cpu().numpy()].tolist()}
+    versions: list[int] = field(default_factory=list)  # how often each had been written to before
+    was: Tensor | None = None  # the fresh ones' bytes before; None if writes are not reported
 
 
 @dataclass(slots=True)
@@ -170,7 +75,41 @@ class _Run(NamedTuple):
 
     window: Window | None  # the driver's, if contents are copied from there
     memory: Tensor  # on the module's device
+    layout: Layout
     views: dict[int, Tensor]  # its tensors, by slot
+
+
+class _Form:
+    """The tensors that modules of one structure have, but for what is in them."""
+
+    def __init__(self, run: _Run, tracked: dict[int, _Tracked]) -> None:
+        self.loose = {slot for slot, one in tracked.items() if not one.spec.parameter}
+        # Small buffers come first in the run: each forward has its own.
+        small = [slot for slot, view in run.views.items() if view.nbytes < SMALL]
+        self.fresh = {slot: run.views[slot] for slot in takewhile(self.loose.__contains__, small)}
+        self._layout = part(run.layout, 0, len(self.fresh))
+        self.bytes = run.memory[: self._layout.size]  # the master's
+        self._now = torch.zeros_like(self.bytes)
+        self._there = self._layout.views(self._now)
+        self._owners = np.empty(self._layout.size // ALIGN, dtype=np.int64)  # of each line
+        for slot, begin in zip(self.fresh, self._layout.offsets, strict=True):
+            end = begin + self.fresh[slot].nbytes
+            self._owners[begin // ALIGN : -(-end // ALIGN)] = slot
+
+    def laid(self, tensors: dict[int, Tensor]) -> Tensor:
+        """Lay fresh ones out as the master's, but for those of another form by now. It is valid
+        until the next time.
+        """
+        row = [tensors[slot] for slot in self.fresh]
+        alike = [*map(eq, specs_of(row), self._layout.specs)]
+        copy_row([*compress(self._there, alike)], [*compress(row, alike)])
+        return self._now
+
+    def changed(self, tensors: dict[int, Tensor], was: Tensor) -> set[int]:
+        """Find those with other bytes, in one look at all: batch norm moves no version."""
+        words = self.laid(tensors).view(torch.int64) != was.view(torch.int64)
+        lines = words.view(len(self._owners), ALIGN // 8).any(1)
+        return {*self._owners[lines.cpu().numpy()].tolist()}
 
 
 def _lies(tensors: dict[int, Tensor]) -> dict[int, tuple[object, ...]]:
@@ -198,14 +137,14 @@ class ReplicaModule:
         self.device = device
         self.revision = 0  # the master's state that it has; -1 if it needs the whole
         self._structure = b""
-        self._clean = b""  # a look at a module that was just built
+        self._kept: Kept = {}  # of the modules that were made from it
         self._tracked: dict[int, _Tracked] = {}
         # The module sees a private mapping of each, in which its writes stay; the second one shows
         # the master's contents at any time.
         self._windows: dict[int, tuple[Window, Window]] = {}
-        self._run = _Run(None, _NOTHING, {})
-        self._built: Built | None = None  # None if it has to be built again
-        self._ran: Found | None = None  # what the module was not put back from
+        self._run = _Run(None, _NOTHING, Layout(()), {})
+        self._form: _Form | None = None
+        self._next: ForwardState | None = None  # for the next forward, if it was made already
 
     @property
     def lacking(self) -> bool:
@@ -228,14 +167,14 @@ class ReplicaModule:
         for key, window in update.windows.items():
             self._windows[key] = window, Window(window.size, window.duplicate())
         if news.structure is not None:
-            self._structure = news.structure
-            self._clean, self._built = b"", None
+            self._structure, self._kept = news.structure, {}
+            self._form = self._next = None
         self._bring(news, update, spread)
         views = self._run.views
         contents = {slot: views[slot] for slot in news.versions if slot in views}
         contents.update(zip(news.slots, update.contents, strict=True))
         for slot, spec in news.specs.items():
-            self._built = None
+            self._form = self._next = None
             one = self._tracked.setdefault(slot, _Tracked(spec, _NOTHING))
             one.spec = spec
             if spec.window is not None:
@@ -252,12 +191,12 @@ class ReplicaModule:
             other = slot in news.specs or one.tensor.is_inference()
             if other or not (slot in views or one.trained):
                 one.tensor = _made(one.spec, value.detach().clone())
-                self._built = None
+                self._next = None
             else:  # in the place of the last values: graphs that saved these see their versions
                 into.append(one.tensor)
                 values.append(value)
-            if self._built is not None and slot in self._built.views:
-                into.append(self._built.views[slot])
+            if self._next is not None and slot in self._next.form.fresh:
+                into.append(self._next.tensors[slot])
                 values.append(value)
         copy_row(into, values)
         # Versions are the master's own numbers: torch's check of saved tensors finds the same here.
@@ -281,8 +220,8 @@ class ReplicaModule:
             else:
                 memory = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
             views = dict(zip(news.run.slots, layout.views(memory), strict=True))
-            self._run = _Run(window, memory, views)
-        window, memory, _ = self._run
+            self._run, self._form, self._next = _Run(window, memory, layout, views), None, None
+        window, memory, *_ = self._run
         takes = update.spread is None or update.spread.rank == update.spread.root
         for i, (begin, end) in enumerate(news.ranges):
             if takes and window is not None:
@@ -297,9 +236,9 @@ class ReplicaModule:
         assert spec.window is not None and spec.there is not None
         return self._windows[spec.window][master].alone(spec.there, spec.offset)
 
-    def wanting(self, found: Found) -> list[int]:
+    def wanting(self, state: ForwardState) -> list[int]:
         """Return the slots of tensors that require a gradient in the master."""
-        return [slot for slot in sorted(found.tensors) if self._tracked[slot].spec.grad]
+        return [slot for slot in sorted(state.tensors) if self._tracked[slot].spec.grad]
 
     def tensor(self, slot: int) -> Tensor:
         """Return the tensor of a slot."""
@@ -321,96 +260,100 @@ class ReplicaModule:
 
     # One forward.
 
-    def begin(self, overlay: dict[int, Tensor], report: bool) -> Found:
-        """Make the module what the master is, with buffers of this forward's own.
+    def prepare(self) -> None:
+        """Make the module of the next forward."""
+        if self._next is None:
+            with contextlib.suppress(Exception):  # it comes again, in that forward
+                self._next = self._make({})
+
+    def begin(self, overlay: dict[int, Tensor], report: bool) -> ForwardState:
+        """Return a module that is what the master is.
 
         Args:
             overlay: Contents in place of the master's: a forward that runs again for its graph
                 finds what it found first.
             report: True if `end` reports writes.
         """
-        self.settle()
-        if self._built is None:
-            self._built = self._build({})
-        built = self._build(overlay) if overlay else self._built
-        # Each with a storage of its own: `resize_` finds no room in one that others share.
-        fresh = {slot: torch.empty_like(t) for slot, t in built.views.items()}
-        copy_row([*fresh.values()], [*built.views.values()])
-        for slot, t in fresh.items():
-            t.requires_grad_(self._tracked[slot].spec.grad)
+        if overlay:
+            state = self._make(overlay)
+        else:
+            state, self._next = self._next or self._make({}), None
+        fresh = {slot: state.tensors[slot] for slot in state.form.fresh}
         set_versions(fresh.values(), [self._tracked[slot].version for slot in fresh])
-        found = Found(built, built.tensors | fresh)
-        built.put(found.tensors)
-        found.watch(built.flat if report else None)
-        self._ran = found
-        return found
+        state.versions = versions_of(state.tensors.values())
+        state.was = state.form.bytes if report else None
+        return state
 
-    def _build(self, overlay: dict[int, Tensor]) -> Built:
-        tensors = {slot: one.tensor for slot, one in self._tracked.items()}
-        for slot, value in overlay.items():
-            tensors[slot] = _made(self._tracked[slot].spec, value.detach().clone())
+    def _make(self, overlay: dict[int, Tensor]) -> ForwardState:
+        form = self._form = self._form or _Form(self._run, self._tracked)
+        tensors: dict[int, Tensor] = {}
+        for slot, one in self._tracked.items():
+            if one.tensor.requires_grad != one.spec.grad:  # a forward has changed the flag
+                one.tensor = _made(one.spec, one.tensor.detach())
+            tensors[slot] = one.tensor
+        # Each with a storage of its own: `resize_` finds no room in one that others share.
+        values = {slot: torch.empty_like(there) for slot, there in form.fresh.items()}
+        copy_row([*values.values()], [*form.fresh.values()])
+        values.update((slot, value.detach().clone()) for slot, value in overlay.items())
+        tensors.update((slot, _made(self._tracked[slot].spec, t)) for slot, t in values.items())
         try:
-            module, used = build(self._structure, tensors, self.device)
+            module, used = build(self._structure, tensors, self._kept, self.device)
         except Exception as error:  # code of the user's classes
             raise NotLoaded from error
-        # Only now it is known which tensors the new structure still has.
-        for slot in tensors.keys() - used:
-            del self._tracked[slot], tensors[slot]
+        unused = tensors.keys() - used
+        if not unused:
+            return ForwardState(module, tensors, form, _lies(tensors))
+        # Only now it is known which tensors a new structure still has.
+        for slot in unused:
+            del self._tracked[slot]
         used_windows = {one.spec.window for one in self._tracked.values()}
         for key in self._windows.keys() - used_windows:
             del self._windows[key]
-        contents = {slot: t for slot in tensors if (t := self.contents(slot)) is not None}
-        built = Built(module, tensors, contents | overlay)
-        if not self._clean:
-            self._clean = self._look(built)
-        return built
+        self._form = None
+        return self._make(overlay)
 
-    def again(self, found: Found, moved: dict[int, int], report: bool) -> None:
-        """Let the module be what one forward left, for a checkpoint that runs again in backward.
+    def again(self, state: ForwardState, moved: dict[int, int], report: bool) -> None:
+        """Let a module run again in backward, for a checkpoint: it is as its forward left it.
 
         Args:
-            found: The tensors of that forward.
+            state: The module and its tensors.
             moved: By how much the master's versions moved since: torch's check sees its edits.
             report: True if `end` reports writes.
         """
-        row = [found.tensors[slot] for slot in moved]
-        then = [found.saved[slot] + by for slot, by in moved.items()]
+        row = [state.tensors[slot] for slot in moved]
+        then = [state.saved[slot] + by for slot, by in moved.items()]
         set_versions(row, map(max, versions_of(row), then))
-        if self._ran is not found:
-            self.settle()
-            found.built.put(found.tensors)
-            for d, now in found.changes:
-                d.clear()
-                d.update(now)
-            self._ran = found
-        found.watch(found.built.now(found.tensors).clone() if report else None)
+        state.versions = versions_of(state.tensors.values())
+        state.was = state.form.laid(state.tensors).clone() if report else None
 
-    def end(self, found: Found, keeps_data: bool) -> Writes:
+    def end(self, state: ForwardState, keeps_data: bool) -> Writes:
         """Find out what was written to, and let the next forward not find it. No single sign tells
         of all writes; the contents decide where they are known.
 
         Args:
-            found: The tensors, as they are now.
+            state: The tensors, as they are now.
             keeps_data: True if ``t.data = other`` stays for parameters, as under no_grad.
         """
-        touched, changed, writes = found.touched, found.changed(), []
-        now = versions_of(found.tensors.values())
-        first = not found.saved  # later on the master may have other contents
-        found.saved = found.saved or dict(zip(found.tensors, now, strict=True))
-        pairs = zip(found.tensors, found.versions, now, strict=True)
+        touched, form, writes = state.touched, state.form, []
+        changed = set() if state.was is None else form.changed(state.tensors, state.was)
+        now = versions_of(state.tensors.values())
+        first = not state.saved  # later on the master may have other contents
+        state.saved = state.saved or dict(zip(state.tensors, now, strict=True))
+        pairs = zip(state.tensors, state.versions, now, strict=True)
         moves = {slot: new - old for slot, old, new in pairs}
-        suspects = found.tensors
+        suspects = state.tensors
         if not touched:  # nearly no parameters
-            suspects = {n: t for n, t in suspects.items() if moves[n] or n in found.built.loose}
+            suspects = {n: t for n, t in suspects.items() if moves[n] or n in form.loose}
         for slot, lies in _lies(suspects).items():
-            t, one, moved = found.tensors[slot], self._tracked.get(slot), moves[slot]
+            t, one, moved = state.tensors[slot], self._tracked.get(slot), moves[slot]
             if one is None:
                 continue  # it was taken out of the module since
-            loose = slot in found.built.loose
-            replaced = lies != found.lies[slot]  # as after ``t.data = other``
+            replaced = lies != state.lies[slot]  # as after ``t.data = other``
+            state.lies[slot] = lies
             accessed = bool(touched) and _storage(t) in touched  # ``t.data.mul_(2)``, or only read
             unlike = replaced or slot in changed
-            if not unlike and slot not in found.built.views and (moved or accessed or loose):
+            suspect = moved or accessed or slot in form.loose
+            if suspect and not unlike and slot not in form.fresh:
                 kept = self.contents(slot) if first else None
                 if kept is None and accessed:
                     kept = touched[_storage(t)]
@@ -423,14 +366,13 @@ class ReplicaModule:
                 raise RuntimeError(_TRAINED.format(tuple(t.shape)))
             if one.tensor is t and (unlike or moved):  # the next forward has it, too
                 self._renew(slot)
-            elif (
-                accessed and one.spec.window is not None
-            ):  # let go of pages that a write made private
+            elif accessed and one.spec.window is not None:
+                # Let go of pages that a write made private.
                 pages = self._windows[one.spec.window][0].map
                 pages.madvise(mmap.MADV_DONTNEED, one.spec.offset, t.nbytes)
             # Upstream loses ``t.data = other`` where gradients are enabled.
             lost = replaced and not keeps_data and (one.spec.parameter or one.spec.grad)
-            if unlike and found.was is not None and not lost:
+            if unlike and state.was is not None and not lost:
                 writes.append((slot, t, moved, replaced))
         if not writes:
             return Writes()
@@ -454,26 +396,4 @@ class ReplicaModule:
                 value = torch.empty_like(one.tensor).detach() if kept is None else kept.clone()
             one.tensor = _made(one.spec, value)
         set_versions([one.tensor for one in anew], [one.version for one in anew])
-        self._built = None
-
-    def settle(self) -> None:
-        """Put the module back after a forward; build it again later if a look still differs."""
-        found, self._ran = self._ran, None
-        if found is None:
-            return
-        found.changes = found.built.put_back()
-        for one in self._tracked.values():
-            if one.tensor.requires_grad != one.spec.grad:
-                one.tensor = _made(one.spec, one.tensor.detach())
-                self._built = None
-        if found.built is self._built:
-            now = self._look(found.built)
-            if not now or now != self._clean:
-                self._built = None
-
-    def _look(self, built: Built) -> bytes:
-        """Look at a module; returns nothing if a value in it cannot be pickled."""
-        number = {id(t): slot for slot, t in built.tensors.items()}
-        with contextlib.suppress(Exception):
-            return look(built.module, lambda t: number.get(id(t), _CHANGED))
-        return b""
+        self._next = None

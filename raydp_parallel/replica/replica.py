@@ -21,7 +21,7 @@ from raydp_parallel import batch
 from raydp_parallel.devices import ambient, threads
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.replica import engine, exceptions
-from raydp_parallel.replica.module import Found, ReplicaModule
+from raydp_parallel.replica.module import ForwardState, ReplicaModule
 from raydp_parallel.replica.resident import Resident
 from raydp_parallel.state import raw_access
 from raydp_parallel.state.run import is_plain
@@ -67,7 +67,7 @@ class Graph(NamedTuple):
     leaves: list[Tensor]  # those that they are differentiated by: of the module, then inputs
     slots: list[int | None]  # of the module's; None for inputs
     model: Model
-    found: Found  # the module that ran, and its tensors
+    state: ForwardState  # the module that ran, and its tensors
     derived: bool = False  # a backward made it: it leads to more leaves than its own
 
 
@@ -80,7 +80,7 @@ class Replica:
         self._graphs: dict[int, Graph] = {}
         self._groups: dict[str, Exchange] = {}
         self._delivered: dict[int, Future[object]] = {}
-        self._ran: ReplicaModule | None = None  # what `settle` puts back
+        self._idle: ReplicaModule | None = None  # whose next module `prepare` makes
 
     def answer(self, request: Request) -> Answer:
         """Do what a request asks for, and take down warnings, and the exception that ends it."""
@@ -106,13 +106,13 @@ class Replica:
         busy = time.perf_counter() - begun
         return answer._replace(warnings=exceptions.caught(caught), busy=busy)
 
-    def settle(self) -> None:
-        """Put the last module back, while the driver is busy with the answer. After a forward with
-        a graph it is not busy for long: backward follows.
+    def prepare(self) -> None:
+        """Make the module of the next forward, while the driver is busy with the answer. After a
+        forward with a graph it is not busy for long: backward follows.
         """
-        if self._ran is not None:
-            self._ran.settle()
-            self._ran = None
+        if self._idle is not None:
+            self._idle.prepare()
+            self._idle = None
 
     def deliver(self, number: int, value: object) -> None:
         """Take an object of Ray's store that an argument stands for."""
@@ -195,8 +195,8 @@ class Replica:
             with self._taking_part(terms.group):
                 # One that runs again for its graph has reported its writes before.
                 report = terms.first and request.overlay is None
-                found = module.begin(request.overlay or {}, report)
-                self._ran = module
+                state = module.begin(request.overlay or {}, report)
+                self._idle = module
                 engine.seed(self._device, request.seed, terms.chunk)
                 inputs: list[Tensor] = []
                 called, args, kwargs = _loaded(request.arguments, grad, inputs)
@@ -204,25 +204,25 @@ class Replica:
                     get = objects.__getitem__
                     args, kwargs = batch.resolved((args, kwargs), get, self._device)
                 if callable(called):
-                    call = functools.partial(called, found.built.module)
+                    call = functools.partial(called, state.module)
                 else:
-                    call = getattr(found.built.module, called or "__call__")
+                    call = getattr(state.module, called or "__call__")
                 try:
-                    with ambient.enter(context), raw_access.noting() as found.touched:
+                    with ambient.enter(context), raw_access.noting() as state.touched:
                         output = call(*args, **kwargs)
                 finally:
-                    writes = module.end(found, keeps_data=not grad)  # [6] report
+                    writes = module.end(state, keeps_data=not grad)  # [6] report
                 # Tensors are found wherever pickle reaches, also in objects of the user's classes.
                 value, anew = parcel(output, "output"), batch.is_made_anew(output)
         except BaseException as error:  # what was written until then is written
             return Answer(failure=exceptions.failure(error, terms.where), writes=writes)
         if request.key is not None and any(t.requires_grad for t in value.tensors):
-            self._ran = None  # backward follows soon
-            slots = module.wanting(found)
-            leaves = [*[found.tensors[n] for n in slots], *inputs]
+            self._idle = None  # backward follows soon
+            slots = module.wanting(state)
+            leaves = [*[state.tensors[n] for n in slots], *inputs]
             marks = [*slots, *[None] * len(inputs)]
-            self._graphs[request.key] = Graph(value.tensors, leaves, marks, model, found)
-            asked = {None, *(slots if request.optional else found.built.attributes)}
+            self._graphs[request.key] = Graph(value.tensors, leaves, marks, model, state)
+            asked = {None, *request.asked}
             there = engine.reachable(value.tensors) if asked & {*marks} else ()
             pairs = zip(leaves, marks, strict=True)
             reached = bytes([n not in asked or id(t) in there for t, n in pairs])
@@ -247,19 +247,19 @@ class Replica:
         keeps = max(needed, default=SENT) >= KEPT
         threads.use(self._device, terms.threads)
         with self._taking_part(terms.group):
-            module.again(home.found, request.moved, terms.first)
-            self._ran = module
+            module.again(home.state, request.moved, terms.first)
+            self._idle = module
             if keeps:
                 resident.begin(terms.chunk, home.slots, needed)
-            with ambient.enter(terms.context), raw_access.noting() as home.found.touched:
+            with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
                 found = engine.differentiate(
                     outputs, grads, home.leaves, needed, partial, request.keep, create
                 )
             # A checkpoint that ran again may have written once more.
-            writes = module.end(home.found, keeps_data=False)
+            writes = module.end(home.state, keeps_data=False)
             if request.derived is not None:
                 made = [grad for grad in found if grad is not None]
-                graph = Graph(made, given, [None] * len(given), home.model, home.found, True)
+                graph = Graph(made, given, [None] * len(given), home.model, home.state, True)
                 self._graphs[request.derived] = graph
             reached = b""
             if keeps:

@@ -8,6 +8,7 @@ of a module's objects, are left out.
 from __future__ import annotations
 
 import contextlib
+import copy
 import copyreg
 import functools
 import inspect
@@ -18,11 +19,11 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from raydp_parallel.errors import warn
@@ -53,7 +54,20 @@ _LARGE = 4 << 20
 """Bytes that take about 10 ms in each forward, here and in each replica."""
 
 _building = threading.local()
-"""The tensors and the device of the module that is being built in this thread."""
+"""The tensors and the device of the module that is being built in this thread, and what is kept of
+the one before.
+"""
+
+Kept = dict[object, object]
+"""What all modules have in common that are built from one look: code and globals of a script, where
+`torch.compile` keeps what it compiled, and classes that take long to make.
+"""
+
+
+class _Globals(dict[str, object]):
+    """Globals of functions of a script, as cloudpickle collects them."""
+
+    number = 0
 
 
 class Structure:
@@ -87,9 +101,9 @@ class Structure:
         name = max(sizes, key=sizes.__getitem__, default="")
         if sizes.get(name, 0) > _LARGE // 2:
             warn(
-                f"{name} takes {sizes[name] >> 20} MB, and each forward reads it, here and in the "
-                "replicas, to see a change. Make it a buffer (register_buffer, of a tensor), which "
-                "is looked at in no time. This is said once for each module."
+                f"{name} takes {sizes[name] >> 20} MB, and each forward pickles it here, to see a "
+                "change, and loads it in the replicas. Make it a buffer (register_buffer, of a "
+                "tensor), which is looked at in no time. This is said once for each module."
             )
 
 
@@ -109,6 +123,10 @@ class _LookPickler(pickling.Pickler):
             return _tensor, (self.slot(value),), own or None, None, None, pickling.set_state
         if isinstance(value, nn.Module):
             return _reduce_module(value) or super().reducer_override(value)
+        if kind is types.CodeType:
+            return _code, self.dispatch_table[kind](value)[1]
+        if kind is _Globals:
+            return _globals, (value.number, {**value})
         if kind in _LOCKS:  # it guards what threads of one process share
             return _LOCKS[kind], ()
         if kind is torch.device and value.type == "cuda":  # a number of the driver's
@@ -125,6 +143,13 @@ class _LookPickler(pickling.Pickler):
                 place = sys.modules[value.__module__]
                 return operator.attrgetter(value.__qualname__), (place,), found, None, None, _put_on
         return reduced
+
+    def _function_getnewargs(self, func: types.FunctionType) -> tuple[object, ...]:
+        space = id(func.__globals__)
+        if space not in self.globals_ref:
+            self.globals_ref[space] = found = _Globals()
+            found.number = len(self.globals_ref)
+        return super()._function_getnewargs(func)  # type: ignore[no-any-return]
 
 
 _PLAIN = bool, int, float, str
@@ -182,22 +207,27 @@ def look(module: object, slot: Callable[[Tensor], int]) -> bytes:
 
 
 def build(
-    structure: bytes, tensors: Mapping[int, Tensor], device: torch.device
+    structure: bytes, tensors: Mapping[int, Tensor], kept: Kept, device: torch.device
 ) -> tuple[nn.Module, set[int]]:
     """Build a module from a look, with tensors in the places of their slots; returns the slots that
-    it has, too.
+    it has, too. What it has in common with others of this look is kept.
     """
     for tensor in tensors.values():
         vars(tensor).clear()
     used: set[int] = set()
-    vars(_building).update(tensors=tensors, device=device, used=used)
+    first = None not in kept
+    vars(_building).update(tensors=tensors, kept=kept, device=device, used=used)
     try:
-        module: nn.Module = pickle.loads(structure)
+        kept[None] = module = pickle.loads(structure)  # its classes live until the next one
     finally:
         vars(_building).clear()
-    for part in module.modules():
+    parts: list[nn.Module] = [module]
+    while parts:  # `modules` takes ten times as long
+        part = parts.pop()
         vars(part)[_FLAG] = True
-    _enter_recorded(module)
+        parts += [t for t in part._modules.values() if t is not None and _FLAG not in vars(t)]
+    if first:
+        _enter_recorded(module)
     return module, used
 
 
@@ -228,6 +258,17 @@ def _tensor(slot: int) -> Tensor:
     return _building.tensors[slot]  # type: ignore[no-any-return]
 
 
+def _code(*parts: Any) -> types.CodeType:
+    code = types.CodeType(*parts)
+    return _building.kept.setdefault(code, code)  # type: ignore[no-any-return]
+
+
+def _globals(number: int, names: dict[str, object]) -> dict[str, object]:
+    found: dict[str, object] = _building.kept.setdefault(number, {})
+    found.update(names)
+    return found
+
+
 def _device() -> torch.device:
     return _building.device  # type: ignore[no-any-return]
 
@@ -240,11 +281,11 @@ def _reduce_module(module: nn.Module) -> tuple[object, ...] | None:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return _reduce_script(module)
-    if isinstance(module, torch.fx.GraphModule):
+    if isinstance(module, fx.GraphModule):
         # A replica traces its code with torch's own tracer, and then gives it hooks and methods.
-        make, (state, imports) = module.__reduce__()
+        _, (state, imports) = module.__reduce__()
         own = [k for k, v in state.items() if k == "_tracer_cls" or type(v) is types.MethodType]
-        return make, ({k: v for k, v in state.items() if k not in own}, imports), state
+        return _new_traced, ({k: v for k, v in state.items() if k not in own}, imports), state
     new: tuple[object, ...] = copyreg.__newobj__, (kind,)  # type: ignore[attr-defined]
     state = vars(module)
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
@@ -274,14 +315,28 @@ def _set_state(module: nn.Module, state: dict[str, object]) -> None:
         module.__setstate__(state)
 
 
-def _new_parametrized(base: type[nn.Module], names: Sequence[str]) -> nn.Module:
-    module = base.__new__(base)
-    nn.Module.__init__(module)
-    for name in names:  # makes the class; what it does beside is replaced
-        module.register_parameter(name, nn.Parameter(torch.empty(0, device="cpu")))
-        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
-    module.__dict__.clear()
-    return module
+def _new_parametrized(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    if (base, names) not in _building.kept:
+        module = base.__new__(base)
+        nn.Module.__init__(module)
+        for name in names:  # makes the class; what it does beside is replaced
+            module.register_parameter(name, nn.Parameter(torch.empty(0, device="cpu")))
+            parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
+        _building.kept[base, names] = type(module)
+    kind = _building.kept[base, names]
+    return kind.__new__(kind)  # type: ignore[no-any-return]
+
+
+def _new_traced(state: dict[str, object], imports: str) -> nn.Module:
+    key = imports, state["_code"], state.get("_graphmodule_cls_name")
+    if key not in _building.kept:  # to trace it takes longer than a forward
+        first = fx.graph_module.reduce_graph_module(state.copy(), imports)
+        _building.kept[key] = type(first), first.graph
+        vars(first).clear()  # the graph has it
+    kind, graph = _building.kept[key]
+    module = nn.Module.__new__(kind)
+    vars(module)["_graph"] = graph
+    return module  # type: ignore[no-any-return]
 
 
 def _reduce_script(module: torch.jit.ScriptModule) -> tuple[object, ...]:
@@ -293,7 +348,9 @@ def _reduce_script(module: torch.jit.ScriptModule) -> tuple[object, ...]:
 
 
 def _load_script(saved: bytes, tensors: dict[str, Tensor]) -> torch.jit.ScriptModule:
-    module = torch.jit.load(io.BytesIO(saved))
+    if saved not in _building.kept:
+        _building.kept[saved] = torch.jit.load(io.BytesIO(saved))
+    module = copy.deepcopy(_building.kept[saved])  # whose code torch has optimized already
     for path, tensor in tensors.items():
         *parents, name = path.split(".")
         setattr(functools.reduce(getattr, parents, module), name, tensor)

@@ -4,8 +4,9 @@ Changed contents are copied there once, however many replicas there are: those o
 the run, or copy it from there to their GPU. Later contents are compared with it, too.
 
 [Note: who reads a run]
-Replicas read it when they take an update over, which is before their answer. So it may be written
-to again once all answers are there: see `Executor.update`.
+Replicas read it when they take an update over, and until their answer. So it may be written to
+again once all answers are there: see `Executor.update`. A module that a replica makes meanwhile
+gets what is written then with the next update.
 """
 
 from __future__ import annotations
@@ -148,8 +149,10 @@ class StateRun:
 
     def __init__(self, key: int, records: Iterable[Tracked], device: torch.device) -> None:
         by_dtype = sorted(records, key=lambda one: str(one.tensor.dtype))
-        # In the order in which they lie: first small ones, then large ones.
-        self.records = sorted(by_dtype, key=lambda one: one.tensor.nbytes >= SMALL)
+        # In the order in which they lie: small ones, of which buffers come first, then large ones.
+        self.records = sorted(
+            by_dtype, key=lambda one: (one.tensor.nbytes >= SMALL, one.kind == "parameter")
+        )
         tensors = [one.tensor for one in self.records]
         slots = tuple([one.slot for one in self.records])
         self._small = sum([t.nbytes < SMALL for t in tensors])

@@ -107,7 +107,7 @@ class ForwardRequest(NamedTuple):
     # runs again only for its graph.
     overlay: dict[int, Tensor] | None
     forget: tuple[int, ...] = ()
-    optional: bool = False  # all leaves are looked for among those that outputs depend on
+    asked: tuple[int, ...] = ()  # leaves that are looked for among those that outputs depend on
     refs: tuple[int, ...] = ()  # numbers among the arguments, for objects of Ray's store
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from raydp_parallel import DataParallel
 
@@ -97,6 +98,40 @@ def test_a_graph_break_with_the_same_results(how: Callable[..., Tensor], backend
         ]
         found.append([*losses, *[p.grad for p in around.parameters() if p.grad is not None]])
     torch.testing.assert_close(found[0], found[1])
+
+
+SCRIPT = """
+class Net(Linear):
+    def forward(self, x):
+        return shifted(super().forward(x)).relu()
+
+def shifted(x):
+    return x + 1
+
+net = Net(3, 3)
+"""
+SPACE: dict[str, Any] = {"__name__": "script", "Linear": nn.Linear}
+INSIDE: dict[str, Callable[[], nn.Module]] = {
+    "imported": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
+    "of a script": lambda: exec(SCRIPT, SPACE) or SPACE["net"],  # type: ignore[func-returns-value]
+    "parametrized": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
+    "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_compiled_module_is_compiled_once_in_each_replica(name: str) -> None:
+    """Though each forward has a module of its own."""
+    model = DataParallel(torch.compile(INSIDE[name](), backend="eager"), TWO)
+
+    def graphs(_net: nn.Module, x: Tensor) -> Tensor:
+        return x * torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    counts = []
+    for x in torch.randn(4, 4, 3):
+        model(x).sum().backward()
+        counts.append(model.run(graphs, torch.ones(2)))
+    assert all(torch.equal(count, counts[0]) for count in counts)
 
 
 @pytest.mark.upstream

@@ -592,7 +592,7 @@ class Near:
                     failure = exceptions.failure(error, None)
                     answer = Answer(failure=failure, lacking=True)
                 self._theirs.send(answer)
-                self._replica.settle()
+                self._replica.prepare()
         finally:
             self._gpus.side = before
 
