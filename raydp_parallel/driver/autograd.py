@@ -41,7 +41,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver import groups
-from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph
+from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers, Sums
 from raydp_parallel.driver.resident_gradients import Kept
@@ -49,7 +49,7 @@ from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY
-from raydp_parallel.state.mirror import Leaf, Mark
+from raydp_parallel.state.mirror import Leaf, Mark, Master
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire.messages import (
     ADDED,
@@ -68,7 +68,9 @@ class Part(NamedTuple):
     """One chunk of a call, as backward sees it."""
 
     graph: RemoteGraph
-    chunk: Chunk
+    terms: Terms  # of its forward
+    slot: ReplicaSlot  # that it is for
+    master: Master
     mark: Mark  # the model's tensors after the forward
     leaves: Numbers  # which of the call's leaves those of the module are
     inputs: Numbers  # which of them its own inputs are
@@ -274,7 +276,7 @@ class Backward:
         """
         call, parts = self._call, self._call.parts
         with call.executor.trip():
-            master, *more = {part.chunk.master for part in parts.values()}
+            master, *more = {part.master for part in parts.values()}
             resident: Any = None if more else master.resident
             if resident is not None and not captured:
                 resident.begin()
@@ -342,15 +344,14 @@ class Backward:
                     sums.take(at, answer)
         executor.replica_set.recorder.totals.backwards += 1
         for trip, answer in zip(trips, answers, strict=True):
-            chunk = trip.part.chunk
-            if chunk.first and answer.writes.slots:
-                chunk.master.write_back(answer.writes, False, trip.part.mark)
+            if trip.part.terms.first and answer.writes.slots:
+                trip.part.master.write_back(answer.writes, False, trip.part.mark)
         executor.dispatcher.effects(flight, answers)
         for trip, answer in zip(trips, answers, strict=True):
             if trip.kept is not None:
                 rows = zip(trip.part.all, answer.reached, strict=True)
                 stays = [call.leaves[at].tensor for at, there in rows if there and at is not None]
-                trip.part.chunk.master.resident.gradients.note(trip.kept, trip.life, stays, trip)
+                trip.part.master.resident.gradients.note(trip.kept, trip.life, stays, trip)
         return answers
 
     def _trips(self, seats: Sequence[ExchangeRequest], plain: int) -> list[_Trip]:
@@ -365,13 +366,13 @@ class Backward:
         for at in self._needed:
             fates[at] = plain if call.leaves[at].kind == "parameter" else SENT
         # The chunks of a model have the same mark.
-        marks = {part.chunk.master: part.mark for part in call.parts.values()}
+        marks = {part.master: part.mark for part in call.parts.values()}
         moved = {master: master.moved_since(mark) for master, mark in marks.items()}
         trips = []
         for i, given in self._given.items():
-            part, chunk, makes = call.parts[i], call.parts[i].chunk, self._graphs.get(i)
+            part, makes = call.parts[i], self._graphs.get(i)
             for at in self._kept:
-                has = i in chunk.master.resident.gradients.sums[call.leaves[at].tensor].chunks
+                has = i in part.master.resident.gradients.sums[call.leaves[at].tensor].chunks
                 fates[at] = ADDED if has else KEPT
             try:
                 # One object may stand here twice: both summands of ``a + b`` get the same gradient.
@@ -384,7 +385,7 @@ class Backward:
             seat = seats[i] if seats else None
             outputs = [(graph.key, tuple([k for k, _ in found])) for graph, found in given]
             request = BackwardRequest(
-                Terms(i, context, threads, chunk.where, chunk.first, seat),
+                part.terms._replace(context=context, threads=threads, group=seat),
                 graph=part.graph.key,
                 outputs=tuple(outputs),
                 grads=grads,
@@ -392,9 +393,10 @@ class Backward:
                 partial=partial,
                 keep=self._keep,
                 derived=None if makes is None else makes.key,
-                moved=moved[chunk.master],
+                moved=moved[part.master],
             )
-            trip = _Trip(part, [graph for graph, _ in given], request, makes)
+            trip = _Trip(part, [graph for graph, _ in given], request)
+            trip.makes = makes
             if makes is not None and call.group is None:
                 makes.recipe = [trip]
             trips.append(trip)
@@ -403,17 +405,17 @@ class Backward:
     def _summing(self) -> list[ExchangeRequest]:
         """Return the seats by which replicas sum gradients of parameters, if all of them do."""
         call, parts = self._call, [*self._call.parts.values()]
-        master = parts[0].chunk.master
+        master = parts[0].master
         if not 1 < len(parts) == len(self._given) or not master.alike:
             return []
-        if not all(p.graph.on(p.chunk.slot) and p.chunk.master is master for p in parts):
+        if not all(p.graph.on(p.slot) and p.master is master for p in parts):
             return []
 
         def size() -> int:
             wanted = [call.leaves[at] for at in self._needed]
             return sum([leaf.nbytes for leaf, kind in wanted if kind == "parameter"])
 
-        return groups.direct(call.executor, [part.chunk.slot for part in parts], size)
+        return groups.direct(call.executor, [part.slot for part in parts], size)
 
     def _only_sums(self, trips: Sequence[_Trip], answers: list[Answer], root: int) -> list[Answer]:
         """Leave out what is in the root's sums; if that has none, make all again without it."""
@@ -422,7 +424,7 @@ class Backward:
             return answers
         if not any(answers[root].reached):
             if call.executor.groups:  # nobody died: chunks have gradients of different parameters
-                parts[0].chunk.master.alike = False
+                parts[0].master.alike = False
             if any([any(answer.reached) for answer in answers]):  # some have given theirs away
                 for graph in [graph for trip in trips for graph in trip.needs]:
                     graph.life = -1  # its replica may have freed it
@@ -440,25 +442,18 @@ class Backward:
 
 
 class _Trip(Call):
-    """One chunk's backward."""
+    """One chunk's backward, from the outputs of these graphs that have gradients."""
 
-    def __init__(
-        self,
-        part: Part,
-        graphs: Sequence[RemoteGraph],  # those that have gradients
-        request: BackwardRequest,
-        makes: RemoteGraph | None,
-    ) -> None:
-        master = part.chunk.master
-        super().__init__(part.chunk.slot, "backward", request, master)
+    def __init__(self, part: Part, graphs: Sequence[RemoteGraph], request: BackwardRequest) -> None:
+        super().__init__(part.slot, "backward", request, part.master)
         self.needs = [part.graph, *[graph for graph in graphs if graph is not part.graph]]
         self.kept: Kept | None = None
         self.life = 0  # of the replica that keeps gradients
         if max(request.needed, default=SENT) >= KEPT:
             self.recipes = {graph: graph.recipe for graph in self.needs}
-            self.kept = master.resident.gradients.of(part.chunk.number)
+            self.kept = part.master.resident.gradients.of(part.terms.chunk)
             self.needs.insert(0, self.kept)
-        self.part, self.makes = part, makes
+        self.part = part
         self._versions = versions_of(request.grads)
 
     def request(self, slot: ReplicaSlot, attempt: int) -> BackwardRequest:

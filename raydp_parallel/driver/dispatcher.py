@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -77,16 +77,6 @@ class RemoteGraph:
         if self.slot is not None and self.slot.life == self.life:
             self.slot.forget.append(self.key)
         self.slot = self.recipe = None
-
-
-class Chunk(NamedTuple):
-    """One chunk of a call, for all that carry it."""
-
-    number: int  # from which its random numbers follow
-    slot: ReplicaSlot  # that it is for
-    master: Master
-    where: str | None  # the place that an exception names; None raises it as it is
-    first: bool  # its writes come back
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach
-from raydp_parallel.driver.dispatcher import Call, Chunk, Flight, RemoteGraph
+from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers
 from raydp_parallel.driver.loss import LossCall
@@ -65,10 +65,8 @@ class _Settings(NamedTuple):
     """Settings of all chunks of a call."""
 
     executor: Executor
-    context: ambient.CallContext
     grad: bool  # outputs may require gradients
     seed: int
-    threads: int | None
     unused: UnusedGrads
     rows: int  # of all chunks
 
@@ -76,9 +74,11 @@ class _Settings(NamedTuple):
 class ForwardCall(Call):
     """The forward of one chunk, and of its graph again after a death."""
 
-    def __init__(self, settings: _Settings, chunk: Chunk, given: ForwardChunk) -> None:
-        super().__init__(chunk.slot, "forward", master=chunk.master)
-        self.settings, self.chunk, self.given = settings, chunk, given
+    def __init__(
+        self, settings: _Settings, terms: Terms, master: Master, given: ForwardChunk
+    ) -> None:
+        super().__init__(given.slot, "forward", master=master)
+        self.settings, self.terms, self.model, self.given = settings, terms, master, given
         numbers = defaultdict[object, int](_numbers.__next__)
         args, kwargs = batch.numbered((given.args, given.kwargs), numbers)
         self.refs = {number: ref for ref, number in numbers.items()}
@@ -90,20 +90,23 @@ class ForwardCall(Call):
             parcel(kwargs, "kwargs")
             raise
         ambient.refuse_tangents(self._arguments.tensors)
-        if isinstance(given.called, LossCall) and not chunk.number:  # all chunks have the same
+        if isinstance(given.called, LossCall) and not terms.chunk:  # all chunks have the same
             refuse_own_parameters(given.module, parcel(given.called, "function").tensors)
-        self.inputs = [t for t in self._arguments.tensors if settings.grad and t.requires_grad]
         # The state that the forward found, the replicas' steps, versions among its arguments, and
         # the tensors that required a gradient.
         self._before: tuple[int, int, list[int], list[Leaf]] | None = None
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
-        # Among layers that exchange tensors, and among replicas that get the same weights.
-        self._seats: tuple[ExchangeRequest | None, ExchangeRequest | None] = None, None
+        self._spread: ExchangeRequest | None = None  # its place among those with the same weights
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors among its arguments that gradients may be asked for."""
+        return [t for t in self._arguments.tensors if self.settings.grad and t.requires_grad]
 
     def begin(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
-        master, self._seats = self.chunk.master, (seat, spread)
+        self.terms, self._spread, master = self.terms._replace(group=seat), spread, self.model
         self.work = self.given.rows, type(self.given.module).__name__
         steps = 0 if master.resident is None else master.resident.weights.steps
         versions = versions_of(self._arguments.tensors)
@@ -116,7 +119,7 @@ class ForwardCall(Call):
 
     def prepare(self, slot: ReplicaSlot) -> None:
         """Give a slot's replica the weights of now, and the objects of Ray's store."""
-        executor, master = self.settings.executor, self.chunk.master
+        executor, master = self.settings.executor, self.model
         if master.resident is not None:
             master.resident.weights.ready(slot)
         self._update = executor.update(master, slot)
@@ -125,34 +128,32 @@ class ForwardCall(Call):
 
     def request(self, slot: ReplicaSlot, attempt: int) -> ForwardRequest:
         """Make the request."""
-        update, (seat, spread) = self._update, self._seats
+        update, spread, settings = self._update, self._spread, self.settings
         if update is not None and spread is not None and not attempt:
             update = update._replace(spread=spread)
             if spread.rank != spread.root:
                 update = update._replace(parts=())
-        chunk, (_, context, _, seed, threads, unused, _) = self.chunk, self.settings
         # Hooks on a parameter that is not used would be called with None.
-        kinds = ("attribute",) if unused == "zeros" else ("attribute", "parameter", "buffer")
-        asked = [leaf.tensor for leaf in chunk.master.leaves if leaf.kind in kinds]
+        unused, leaves = settings.unused == "none", self.model.leaves
+        asked = [leaf.tensor for leaf in leaves if unused or leaf.kind == "attribute"]
         return ForwardRequest(
-            Terms(chunk.number, context, threads, chunk.where, chunk.first, seat),
-            model=chunk.master.number,
+            self.terms,
+            model=self.model.number,
             update=update,
             key=None if self.makes is None else self.makes.key,
             arguments=self._arguments,
-            seed=seed,
+            seed=settings.seed,
             overlay=self.overlay,
-            asked=tuple([chunk.master.records[id(t)].slot for t in asked]),
+            asked=tuple([self.model.records[id(t)].slot for t in asked]),
             refs=tuple(self.refs),
         )
 
     def keep(self) -> None:
         """Keep the arguments' memory for another run, and not the program's tensors."""
-        tensors = []
-        for t in self._arguments.tensors:
-            tensors.append(t.detach().requires_grad_(t.requires_grad))  # with the same version
+        # With the same versions.
+        tensors = [t.detach().requires_grad_(t.requires_grad) for t in self._arguments.tensors]
         self._arguments = self._arguments._replace(tensors=tensors)
-        self.inputs, self._update = [], None
+        self._update = None
         self.work = Call.work  # another run is no call
         # The caller's may be freed.
         self.given = self.given._replace(module=nn.Module(), args=(), kwargs={}, called=None)
@@ -160,7 +161,7 @@ class ForwardCall(Call):
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
         assert self._before is not None
-        master, (revision, steps, versions, leaves) = self.chunk.master, self._before
+        master, (revision, steps, versions, leaves) = self.model, self._before
         trained = None if master.resident is None else master.resident.weights
         # A step on its way was made before all that the program has done since.
         looks = trained is None or trained.coming is None
@@ -221,15 +222,15 @@ def start(
         threads = executor.replica_set.threads(at_once or len(chunks))
         grad = context.grad and not context.inference
         rows = sum([given.rows for given in chunks])
-        settings = _Settings(executor, context, grad, seed, threads, unused, rows)
+        settings = _Settings(executor, grad, seed, unused, rows)
         sources.current()  # what was edited since its import travels by value, with arguments, too
         calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
-            first = at_once is None and all(call.chunk.master is not master for call in calls)
-            chunk = Chunk(i, given.slot, master, given.where, first)
-            calls.append(ForwardCall(settings, chunk, given))
-        masters = [*dict.fromkeys([call.chunk.master for call in calls])]
+            first = at_once is None and all(call.model is not master for call in calls)
+            terms = Terms(i, context, threads, given.where, first)
+            calls.append(ForwardCall(settings, terms, master, given))
+        masters = [*dict.fromkeys([call.model for call in calls])]
         slots = [given.slot for given in chunks]
         together = groups.have_layers(chunks)
         while True:
@@ -286,16 +287,16 @@ class Forward:
                 # (row R6).
                 written: dict[Master, dict[int, Tensor]] = {}
                 for call, answer in zip(self.calls, answers, strict=True):
-                    if call.chunk.first and answer.writes.slots:  # [8] effects
-                        keep, master = call.makes is not None, call.chunk.master
+                    if call.terms.first and answer.writes.slots:  # [8] effects
+                        keep, master = call.makes is not None, call.model
                         written[master] = master.write_back(answer.writes, keep)
                 for call in self.calls:
-                    call.overlay = written.get(call.chunk.master, {})
+                    call.overlay = written.get(call.model, {})
                 executor.dispatcher.effects(self.flight, answers)
             rows: list[list[Tensor]] = []
             lend = lend and not batch.registered
             for call, answer in zip(self.calls, answers, strict=True):
-                home, row = call.chunk.master.home, []
+                home, row = call.model.home, []
                 for t in answer.value.tensors:
                     mine = t.detach().to(home)
                     if not (lend and answer.anew) and mine.device == t.device:
@@ -320,20 +321,21 @@ class Forward:
                 leaves.append(leaf)
             return known[key] if there else None
 
-        marks = {master: master.mark() for master in {call.chunk.master for call in self.calls}}
+        marks = {master: master.mark() for master in {call.model for call in self.calls}}
         alike: dict[tuple[Master, bool, bytes], Numbers] = {}  # where chunks reach the same leaves
         parts: dict[int, Part] = {}
         for call, answer, row in zip(self.calls, answers, rows, strict=True):
             if call.makes is None or not any(t.requires_grad for t in row):
                 continue
-            chunk, detach, count = call.chunk, call.given.detach, len(call.chunk.master.leaves)
+            master, detach, count = call.model, call.given.detach, len(call.model.leaves)
             reached, others = answer.reached[:count], answer.reached[count:]
-            key = chunk.master, detach, reached
+            key = master, detach, reached
             if key not in alike:
                 there = bytes(count) if detach else reached
-                alike[key] = [*map(number, chunk.master.leaves, there)]
+                alike[key] = [*map(number, master.leaves, there)]
             inputs = [*map(number, [Leaf(t, "input") for t in call.inputs], others)]
-            parts[chunk.number] = Part(call.makes, chunk, marks[chunk.master], alike[key], inputs)
+            leads = marks[master], alike[key], inputs
+            parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         if not leaves:
             for row in rows:
                 for t in row:

@@ -314,11 +314,9 @@ class Master:
             shared: True if it reads the run from memory that both processes have.
             weights: Contents that it gets in the place of the master's.
         """
-        if weights is None and revision == self.revision:
-            return None
         key = revision, maps, shared
-        found = None if weights is not None else self._updates.get(key)
-        if found is None:
+        found = self._updates.get(key) if weights is None else None
+        if found is None and (weights is not None or revision != self.revision):
             found = PLAINLY(self._collect, (), (*key, weights or {}))
             if weights is None:
                 self._updates[key] = found
