@@ -39,7 +39,6 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
-from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
@@ -338,7 +337,7 @@ class Backward:
         flight = Flight(trips, bool(layers or summing), bool(layers), None if summing else sums)
         answers = executor.dispatcher.finish(executor.dispatcher.start(flight))  # [11] one trip
         if summing:
-            answers = self._only_sums(trips, answers, summing[0].root)
+            answers = self._all_summed(trips, answers, summing[0].root)
             for at, answer in enumerate(answers):
                 if sums is not None:
                     sums.take(at, answer)
@@ -417,27 +416,20 @@ class Backward:
 
         return groups.direct(call.executor, [part.slot for part in parts], size)
 
-    def _only_sums(self, trips: Sequence[_Trip], answers: list[Answer], root: int) -> list[Answer]:
-        """Leave out what is in the root's sums; if that has none, make all again without it."""
-        call, parts = self._call, [*self._call.parts.values()]
-        if any(answer.failure is not None for answer in answers):
+    def _all_summed(self, trips: Sequence[_Trip], answers: list[Answer], root: int) -> list[Answer]:
+        """See to it that the root has the sums of all, or that each has its own gradients."""
+        summed = [any(answer.reached) for answer in answers]
+        if any(answer.failure is not None for answer in answers) or all(summed):
             return answers
-        if not any(answers[root].reached):
-            if call.executor.groups:  # nobody died: chunks have gradients of different parameters
-                parts[0].master.alike = False
-            if any([any(answer.reached) for answer in answers]):  # some have given theirs away
-                for graph in [graph for trip in trips for graph in trip.needs]:
-                    graph.life = -1  # its replica may have freed it
-                dispatcher = call.executor.dispatcher
-                answers = dispatcher.finish(dispatcher.start(Flight(trips, attempt=1)))
-            return answers
-        rows = zip(parts[root].all, answers[root].reached, strict=True)
-        there = {at for at, is_sum in rows if is_sum}
-        for i, (part, answer) in enumerate(zip(parts, answers, strict=True)):
-            if i != root:  # of a replica that died since it gave its part
-                row, inputs = answer.value
-                alone = [None if at in there else t for at, t in zip(part.leaves, row, strict=True)]
-                answers[i] = answer._replace(value=(Row(alone), inputs))
+        executor = self._call.executor
+        if not summed[root] and executor.groups:
+            # Nobody died: chunks have gradients of different parameters.
+            trips[root].part.master.alike = False
+        if any(summed):  # what some gave is lost, or was made once more: all again, without a group
+            for graph in [graph for trip in trips for graph in trip.needs]:
+                graph.life = -1  # its replica may have freed it
+            flight = executor.dispatcher.start(Flight(trips, attempt=1))
+            answers = executor.dispatcher.finish(flight)
         return answers
 
 

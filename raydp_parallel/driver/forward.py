@@ -232,7 +232,7 @@ def start(
             calls.append(ForwardCall(settings, terms, master, given))
         masters = [*dict.fromkeys([call.model for call in calls])]
         slots = [given.slot for given in chunks]
-        together = groups.have_layers(chunks)
+        together = groups.have_layers([given.module for given in chunks], slots)
         while True:
             for master in masters:
                 if master.resident is not None:

@@ -60,7 +60,6 @@ class Sums:
     _chunks: Sequence[tuple[Numbers, Numbers]]
     _sums: dict[int, Tensor] = field(default_factory=dict)
     _given: dict[int, int] = field(default_factory=dict)  # how many were added one by one
-    _begun: bool = False
     _first: tuple[Row, Numbers] | None = None  # whose order the run has
     _run: Tensor = _NOTHING
     _lent: bool = False  # True as long as the run is the first chunk's
@@ -74,7 +73,7 @@ class Sums:
         if self._first is not None:  # a layout is one object for all rows of equal specs
             first, its = self._first
             alike = layout is first.layout and row.present == first.present and numbers == its
-        if layout is not None and not self._begun:
+        if layout is not None and self._first is None and not self._sums:
             self._first, self._run, self._lent = (row, numbers), row.memory, True
         elif layout is not None and alike:
             size, device = layout.size, self._run.device
@@ -86,7 +85,6 @@ class Sums:
         else:
             self._take_apart()
             self._add_apart(row, numbers)
-        self._begun = True
         self._add_apart(inputs, others)
 
     def own(self) -> None:

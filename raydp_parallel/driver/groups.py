@@ -8,7 +8,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.replica_set import ReplicaSlot
@@ -17,9 +18,6 @@ from raydp_parallel.driver.executor import Executor
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import ExchangeRequest
-
-if TYPE_CHECKING:
-    from raydp_parallel.driver.forward import ForwardChunk
 
 log = logging.getLogger("raydp_parallel")
 
@@ -70,17 +68,17 @@ class Group:
         self._store = None
 
 
-def have_layers(chunks: Sequence[ForwardChunk]) -> bool:
-    """Tell if layers of chunks exchange tensors."""
+def have_layers(chunks: Sequence[nn.Module], slots: Sequence[ReplicaSlot]) -> bool:
+    """Tell if layers exchange tensors, of the modules of chunks for some slots."""
     if len(chunks) < 2 or not SyncBatchNorm.made:
         return False
-    modules = {id(chunk.module): chunk.module for chunk in chunks}
+    modules = {id(module): module for module in chunks}
     parts = [part for module in modules.values() for part in module.modules()]
     if not any(isinstance(part, SyncBatchNorm) and part.exchanges for part in parts):
         return False
     if len(modules) > 1:
         raise ValueError("synchronised batch norm: apply each module alone")
-    if len({chunk.slot for chunk in chunks}) < len(chunks):
+    if len({*slots}) < len(slots):
         raise ValueError(
             "synchronised batch norm needs a replica for each chunk: chunks of a device that is "
             "given twice run one after the other"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.batch.containers import mapped
 from raydp_parallel.devices.memory import is_used
 from raydp_parallel.state.lagging import BLIND, Args, Function, Named
 from raydp_parallel.wire.codec import StandIn
@@ -30,13 +31,7 @@ def _is_dispatched(func: Callable[..., object]) -> bool:
 
 def _replaced(value: Any, change: Callable[[RemoteGrad], Tensor]) -> Any:
     """Change all that stand for gradients among a function's arguments."""
-    if isinstance(value, RemoteGrad):
-        return change(value)
-    if type(value) in (list, tuple):
-        return type(value)([_replaced(part, change) for part in value])
-    if type(value) is dict:
-        return {key: _replaced(part, change) for key, part in value.items()}
-    return value
+    return mapped(value, lambda part: change(part) if isinstance(part, RemoteGrad) else part)
 
 
 @dataclass(eq=False)

@@ -141,7 +141,7 @@ class Weights:
         self.held = dict.fromkeys(self.held, (0, 0, 0))
         self.coming = None
         self._gradients.clear()
-        self._catch_up()
+        self._master.catch_up()
         raise StateLost(
             f"all replicas that had made the last {lost} steps died at once. Training may go on "
             "with the weights and the state that model.sync() or a use fetched last"
@@ -151,21 +151,10 @@ class Weights:
 
     def lag(self) -> bool:
         """Let parameters fetch their values when they are used; returns whether all can."""
-        trained = self._master.trained.values()
-        lagging = [p for p in trained if type(p) in (nn.Parameter, self._kind)]
-        for p in lagging:
-            p.__class__ = self._kind
-        self._master.lag()
+        alike = self._master.lag(self._kind)
         if not self.steps:  # copies of all went, and a heap would keep their memory
             threads.give_back()
-        return len(lagging) == len(trained)
-
-    def _catch_up(self) -> None:
-        """Make parameters ordinary ones, as they have their values."""
-        for p in self._master.trained.values():
-            if type(p) is self._kind:
-                p.__class__ = nn.Parameter
-        self._master.catch_up()
+        return alike
 
     def pull(self, states: bool) -> None:
         """Bring the driver's weights up to date, and its optimizers with ``states``."""
@@ -178,7 +167,7 @@ class Weights:
             for number, (groups_, state) in optimizers.items():
                 self.optimizers[number].arrive(groups_, state)
             self._states_at = self.steps if states else self._states_at
-        self._catch_up()
+        self._master.catch_up()
 
 
 class Resident:

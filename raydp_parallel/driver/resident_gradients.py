@@ -131,12 +131,11 @@ class Gradients:
 
     def fetch(self, sums: Collection[Sum]) -> None:
         """Bring gradients to the driver for which something stands."""
-        stands = {one.slot: one.last() for one in sums}
-        wanted = {
-            n: one
-            for n, one in stands.items()
-            if one is not None and one.known is None and not one.zeroed
-        }
+        wanted: dict[int, Stand] = {}
+        for one in sums:
+            stand = one.last()
+            if stand is not None and stand.known is None and not stand.zeroed:
+                wanted[one.slot] = stand
         for slot, value in self.total([one for one in sums if one.slot in wanted]).items():
             wanted[slot].known = value
 

@@ -24,7 +24,7 @@ from raydp_parallel.devices import ambient
 from raydp_parallel.devices.layout import Layout, Row, alone, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state import sources
-from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner
+from raydp_parallel.state.lagging import PLAINLY, Lagging
 from raydp_parallel.state.look import Structure, check_devices, look
 from raydp_parallel.state.run import (
     Seen,
@@ -135,8 +135,7 @@ class Master:
     def _restructure(self, found: dict[int, Tracked]) -> None:
         gone = {one.slot for key, one in self.records.items() if one.trained and key not in found}
         if gone:
-            owner: Owner = self.resident
-            owner.leave(gone)  # while replicas still have them
+            self.resident.leave(gone)  # while replicas still have them
         self.revision += 1
         buffers = {id(t) for t in self.module.buffers()}
         for key, one in found.items():
@@ -250,15 +249,25 @@ class Master:
                 touch([one])  # which makes a copy to compare with
         self._form()
 
-    def lag(self) -> None:
-        """Let the weights that replicas train be older here. Nobody compares them with copies."""
-        for one in self.records.values():
-            if one.trained and one.late is None:  # of no class that would fetch them
+    def lag(self, kind: type[nn.Parameter]) -> bool:
+        """Let the weights that replicas train be older here, of a class that fetches them; returns
+        whether all can be. Nobody compares them with copies.
+        """
+        found = [one for one in self.records.values() if one.trained]
+        lagging = [one.tensor for one in found if type(one.tensor) in (nn.Parameter, kind)]
+        for p in lagging:
+            p.__class__ = kind
+        for one in found:
+            if one.late is None:  # of no class that would fetch them
                 one.late, one.shadow = PLAINLY(one.tensor.detach, (), ()), None
+        return len(lagging) == len(found)
 
     def catch_up(self) -> None:
-        """Note that all weights are of now."""
+        """Note that all weights are of now: parameters are ordinary ones."""
         for one in self.records.values():
+            kind = type(one.tensor)
+            if one.trained and issubclass(kind, Lagging) and kind.source is self.resident:
+                one.tensor.__class__ = nn.Parameter
             if one.trained and one.late is not None:
                 one.late = None
                 one.keep_copy()
