@@ -643,6 +643,7 @@ def kept(p: Program, draw: random.Random) -> Parts:
 def drop(p: Program, draw: random.Random) -> None:
     for kept in (p.outs, p.losses, p.views, p.boxes, Plain.calls):
         kept.clear()
+    torch.ones((), requires_grad=True).backward()  # torch drops what a failed one had still to do
     gc.collect()
 
 
