@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, Variable
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node, saved_tensors_hooks
 
@@ -93,13 +93,20 @@ class CallNode:
     token: Tensor | None = None  # the output of its Fork
     shared: bool = False  # it shares nodes with another call
     # What each running pass of torch's engine brought, by its number.
-    passes: dict[int, EnginePass] = field(default_factory=dict)
+    passes: weakref.WeakValueDictionary[int, EnginePass] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
 
     @property
     def now(self) -> EnginePass:
         """The gradients and handles of the running pass of torch's engine."""
         task = torch._C._current_graph_task_id()
-        return self.passes.setdefault(task, EnginePass({}, [], []))
+        found = self.passes.get(task)
+        if found is None:
+            found = self.passes[task] = EnginePass({}, [], [])
+            if task >= 0:  # torch has it as long as the pass lasts, which may fail on its way
+                Variable._execution_engine.queue_callback(lambda: found.pinned.clear())
+        return found
 
     def settle(
         self, sums: Mapping[int, Tensor], needed: Set[int], filled: Set[str]
@@ -126,7 +133,8 @@ Stash = dict[CallNode, dict[int, dict[int, Tensor]]]
 """Gradients of outputs, by the call, the chunk and the number of the output."""
 
 
-class EnginePass(NamedTuple):
+@dataclass(eq=False)
+class EnginePass:
     """Gradients and handles that one pass of the engine brought so far."""
 
     grads: Stash  # of the call's outputs, and of those of calls derived from it
@@ -191,7 +199,6 @@ class Fork(Function):
                 "backward: the executor was closed after the forward, and the graphs ended with "
                 "its replicas; run backward before closing it, or run forward again with another"
             )
-        # Taken out: a pass that fails leaves nothing for the next one.
         ending = call.passes.pop(torch._C._current_graph_task_id())
         # Torch does not wait for the streams that write the gradients: what the Joins hand on is
         # nothing, and Fork runs on no GPU, so on the stream of whoever called backward.
