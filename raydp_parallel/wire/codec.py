@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,11 +51,13 @@ def _row(begin: int, after: int, present: bytes | None) -> Row:
 
 def decode(data: bytes, row: list[Tensor], windows: Sequence[Window], device: torch.device) -> Any:
     """Rebuild a value around its tensors, on a device."""
-    token = _opening.set((row, windows, device))
-    try:
+
+    def loaded() -> Any:
+        _opening.set((row, windows, device))
         return pickle.loads(data)
-    finally:
-        _opening.reset(token)  # a value's own __setstate__ may open another one
+
+    # A value's own __setstate__ may open another one, and Ctrl-C may come before a reset.
+    return copy_context().run(loaded)
 
 
 class StandIn(Tensor):
