@@ -155,13 +155,11 @@ def homes(kind: str, options: Options) -> list[Node]:
 
 def at_home(wanted: Places, options: Options) -> dict[Place, str]:
     """Return the node of each place, for those that the cluster has."""
-    gpus, cpus = homes("gpu", options), homes("cpu", options)
-    found = {}
+    rows, found = {kind: homes(kind, options) for kind in ("gpu", "cpu")}, {}
     for place in wanted:
-        if place.kind == "cpu" and cpus:
-            found[place] = cpus[place.number % len(cpus)].id
-        elif place.kind == "gpu" and place.number < len(gpus):
-            found[place] = gpus[place.number].id
+        row = rows[place.kind]
+        if row and (place.kind == "cpu" or place.number < len(row)):
+            found[place] = row[place.number % len(row)].id
     return found
 
 

@@ -253,7 +253,7 @@ def start(
             # Replicas compute now, and this process has time.
             edited = [master.verify() for master in masters]  # [5] verify
             if not any(edited):
-                return Forward(settings, calls, slots if together else None, flight, handle)
+                return Forward(settings, calls, flight, handle)
             # Contents had changed behind their versions: the same forward, with these.
             executor.dispatcher.finish(flight)
             executor.replica_set.recorder.totals.reruns += 1
@@ -265,7 +265,6 @@ class Forward:
 
     settings: _Settings
     calls: Sequence[ForwardCall]  # the chunks
-    together: Sequence[ReplicaSlot] | None  # their slots, if layers exchange tensors
     flight: Flight  # their requests
     handle: GraphHandle  # frees their graphs
 
@@ -343,6 +342,8 @@ class Forward:
             return
         for call in self.calls:
             call.keep()
-        settings = self.settings
-        node = CallNode(settings.executor, leaves, settings.unused, self.together, parts)
+        settings, group = self.settings, None
+        if self.flight.together:
+            group = [call.slot for call in self.calls]
+        node = CallNode(settings.executor, leaves, settings.unused, group, parts)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach

@@ -80,7 +80,7 @@ class Weights:
         self.held: dict[ReplicaSlot, tuple[int, int, int]] = {}
         self.recalls = 0  # how often replicas were to get all from here again
         # The class of parameters that lag: as long as the model has some, it keeps this class.
-        self._kind: type[nn.Parameter] = type("Parameter", (Lagging,), {"source": source})
+        self.kind: type[nn.Parameter] = type("Parameter", (Lagging,), {"source": source})
 
     @property
     def behind(self) -> int:
@@ -148,13 +148,6 @@ class Weights:
         )
 
     # The driver's copy.
-
-    def lag(self) -> bool:
-        """Let parameters fetch their values when they are used; returns whether all can."""
-        alike = self._master.lag(self._kind)
-        if not self.steps:  # copies of all went, and a heap would keep their memory
-            threads.give_back()
-        return alike
 
     def pull(self, states: bool) -> None:
         """Bring the driver's weights up to date, and its optimizers with ``states``."""
@@ -262,7 +255,9 @@ class Resident:
                     self._master.sync()
                 if self._master.edited:
                     self.recall()
-            alike = self.weights.lag()
+            alike = self._master.lag(self.weights.kind)
+            if not self.weights.steps:  # copies of all went, and a heap would keep their memory
+                threads.give_back()
             self._send(self._planned(optimizer, None))
             if not alike:
                 self.pull()

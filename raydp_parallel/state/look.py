@@ -81,11 +81,6 @@ class Structure:
         self.sources_at = 0
         self._told = False  # of what makes it large
 
-    def since(self, revision: int) -> tuple[bytes | None, Sources | None]:
-        """Return what is newer than a revision: the pickle, and the sources."""
-        structure = self.bytes if self.at > revision else None
-        return structure, self.sources if self.sources_at > revision else None
-
     def tell_if_large(self) -> None:
         """Warn once of the attribute that takes the most bytes in each look."""
         module = self.module()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raydp_parallel.devices import ambient
-from raydp_parallel.devices.layout import Layout, Row, alone, is_dense, specs_of
+from raydp_parallel.devices.layout import Layout, Row, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state import sources
 from raydp_parallel.state.lagging import PLAINLY, Lagging
@@ -354,10 +354,10 @@ class Master:
         sent = {o.slot: o.tensor for o in changed if o.place is None or not maps} | weights
         # Detached, which never become ones that lag.
         contents = {slot: t.detach() for slot, t in sent.items() if slot not in run.views}
-        structure, texts = self.structure.since(revision)
+        last = self.structure
         news = StateNews(
-            structure=structure,
-            sources=texts,
+            structure=last.bytes if last.at > revision else None,
+            sources=last.sources if last.sources_at > revision else None,
             specs=specs,
             run=run.spec if laid else None,
             ranges=tuple(ranges),
@@ -414,11 +414,8 @@ class Master:
     def _copied(self, records: list[Tracked]) -> Contents:
         """Copy tensors, plain ones at once: on a GPU each clone is a launch."""
         plain = [one for one in records if one.plain]
-        row = [one.tensor for one in plain]
-        layout = alone(tuple(specs_of(row)))  # the same layout for the same specs
-        views = layout.views(torch.empty(layout.size, dtype=torch.uint8, device=self.home))
-        copy_row(views, row)
-        before = dict(zip([one.slot for one in plain], views, strict=True))
+        before = {one.slot: torch.empty_like(one.tensor) for one in plain}
+        copy_row([*before.values()], [one.tensor for one in plain])
         before.update((o.slot, o.tensor.detach().clone()) for o in records if not o.plain)
         return before
 
