@@ -1,5 +1,5 @@
-"""The errors of this package, and how it warns. Each error says where it happened, what was seen
-and what to do next, and each can be pickled.
+"""The errors of this package, and how it warns and logs. Each error says where it happened, what
+was seen and what to do next, and each can be pickled.
 
 Errors of the user's own module are not here: they come back as the type they were raised as (see
 ``replica/exceptions.py``).
@@ -7,10 +7,13 @@ Errors of the user's own module are not here: they come back as the type they we
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import types
 import warnings
+
+log = logging.getLogger("raydp_parallel")
 
 
 class ParallelError(RuntimeError):

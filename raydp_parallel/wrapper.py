@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import operator
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -43,7 +42,7 @@ from raydp_parallel.driver import batch_inference, forward, loss, optimizer
 from raydp_parallel.driver.executor import Executor, shared
 from raydp_parallel.driver.forward import Called
 from raydp_parallel.driver.loss import LossCall
-from raydp_parallel.errors import warn
+from raydp_parallel.errors import log, warn
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options
@@ -54,8 +53,6 @@ from raydp_parallel.state.look import check_devices
 T = TypeVar("T", bound=nn.Module)
 
 Devices = Sequence[Device]
-
-log = logging.getLogger("raydp_parallel")
 
 
 class DataParallel(nn.DataParallel[T]):

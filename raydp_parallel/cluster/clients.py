@@ -26,7 +26,6 @@ from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.codec import Flat, flat, unflat
 from raydp_parallel.wire.trial import try_ipc
 
-_CPU = torch.device("cpu")
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 """Errors that say that the other end is gone. Others say what this process lacks, or are those of a
 signal's handler, as Ctrl-C is.
@@ -156,7 +155,7 @@ class NearClient(ActorClient):
         with self._line(timeout):
             self._channel.send(request, timeout)
 
-    def receive(self, timeout: float | None, home: torch.device = _CPU) -> object:
+    def receive(self, timeout: float | None, home: torch.device) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """
@@ -229,7 +228,7 @@ class FarClient(ActorClient):
         gone = self.unsent != 0 or not self._in_session()
         return gone or not ray_api.late([self._answer], seconds)
 
-    def receive(self, timeout: float | None, home: torch.device = _CPU) -> object:
+    def receive(self, timeout: float | None, home: torch.device) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """

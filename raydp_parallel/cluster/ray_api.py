@@ -39,9 +39,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from raydp_parallel.errors import ClusterError, forked
-
-log = logging.getLogger("raydp_parallel")
+from raydp_parallel.errors import ClusterError, forked, log
 
 # A cluster of one's own has a token, which Ray finds by itself: nothing to warn of.
 logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
@@ -51,7 +49,6 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
 Group = PlacementGroup
 Actor = Any  # Ray makes a handle's methods at run time
 RayError = ray.exceptions.RayError
-TaskError = ray.exceptions.RayTaskError
 
 TURN = 0.2
 """Seconds of one wait inside Ray, which itself checks for Ctrl-C only once a second."""
@@ -255,7 +252,7 @@ kill = ray.kill
 
 def in_short(error: BaseException) -> str:
     """Say what Ray says of a death, without its advice and what it repeats."""
-    if isinstance(error, TaskError):
+    if isinstance(error, ray.exceptions.RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     text = " ".join(str(error).split()).partition(" Some common causes")[0]
     return re.sub(r".*(The actor (is dead|died) because|exit detail:) ", "", text).rstrip(".")

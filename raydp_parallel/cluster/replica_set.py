@@ -23,11 +23,10 @@ from raydp_parallel.cluster.clients import Client, end_all
 from raydp_parallel.cluster.placement import DeviceId, Place, places
 from raydp_parallel.cluster.start import Starter
 from raydp_parallel.devices.cuda import Hello, check_balance
+from raydp_parallel.errors import log
 from raydp_parallel.monitoring.recorder import Recorder
 from raydp_parallel.monitoring.stats import ReplicaInfo
 from raydp_parallel.options import Options
-
-log = logging.getLogger("raydp_parallel")
 
 _INSTEAD = "Its chunks run again on other replicas, and a new one starts in the background"
 _PAUSES = 0.1, 30.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import secrets
@@ -21,12 +20,10 @@ from raydp_parallel.cluster.ray_api import Actor
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.ambient import environment
 from raydp_parallel.devices.cuda import Hello, own_gpu
-from raydp_parallel.errors import ClusterError, ExecutorClosed, GraphLost, PlacementError
+from raydp_parallel.errors import ClusterError, ExecutorClosed, GraphLost, PlacementError, log
 from raydp_parallel.monitoring.stats import count
 from raydp_parallel.options import Options
 from raydp_parallel.replica.actor import ReplicaActor, peer, versions
-
-log = logging.getLogger("raydp_parallel")
 
 
 class Starter:

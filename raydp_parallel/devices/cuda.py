@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,9 +9,7 @@ from typing import NamedTuple
 import torch
 
 from raydp_parallel.devices.threads import cores
-from raydp_parallel.errors import warn
-
-log = logging.getLogger("raydp_parallel")
+from raydp_parallel.errors import log, warn
 
 _VISIBLE = "{}_VISIBLE_DEVICES"
 _UNSET = "RAY_EXPERIMENTAL_NOSET_{}_VISIBLE_DEVICES"

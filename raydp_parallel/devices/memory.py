@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import mmap
 import os
 import threading
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.devices.layout import Layout, Row, Run
-
-log = logging.getLogger("raydp_parallel")
+from raydp_parallel.errors import log
 
 _TRIED = 1 << 20
 """Bytes that are copied both ways before memory of this kind is registered."""

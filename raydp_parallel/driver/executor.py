@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import weakref
@@ -21,7 +20,7 @@ from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call, Dispatcher
 from raydp_parallel.driver.reporter import Reporter
-from raydp_parallel.errors import forked
+from raydp_parallel.errors import forked, log
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.replica import exceptions
@@ -30,8 +29,6 @@ from raydp_parallel.wire.messages import Forget, StateUpdate
 
 if TYPE_CHECKING:
     from raydp_parallel.driver.groups import Group
-
-log = logging.getLogger("raydp_parallel")
 
 
 class Executor(contextlib.AbstractContextManager["Executor"]):

@@ -5,7 +5,6 @@ of an optimizer in the replicas, and, if each has a GPU of its own, weights and 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,11 +14,10 @@ from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call
 from raydp_parallel.driver.executor import Executor
+from raydp_parallel.errors import log
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import ExchangeRequest
-
-log = logging.getLogger("raydp_parallel")
 
 _PATIENCE = 300.0
 """Seconds that chunks wait for each other, without a ``call_timeout``."""

@@ -14,14 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raydp_parallel.cluster import ray_api
+from raydp_parallel.errors import log
 from raydp_parallel.monitoring import status
 from raydp_parallel.monitoring.metrics import INFO, increments, process_tags, summary
 from raydp_parallel.monitoring.stats import ExecutorStats
 
 if TYPE_CHECKING:
     from raydp_parallel.driver.executor import Executor
-
-log = logging.getLogger("raydp_parallel")
 
 EVERY = 1.0
 """Seconds between two reports."""

@@ -31,9 +31,6 @@ from raydp_parallel.state.run import SMALL, same, set_versions, versions_of
 from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
 from raydp_parallel.wire.windows import Window
 
-_SMALL = 1 << 20
-"""Bytes up to which contents are kept that came alone."""
-
 _TRAINED = (
     "the module wrote to its parameter of shape {}, which an optimizer in the replicas steps. "
     "Their copies would differ from now on: use an optimizer in your process for this module, or "
@@ -51,6 +48,7 @@ class ForwardState:
     tensors: dict[int, Tensor]  # by slot
     form: _Form
     lies: dict[int, tuple[object, ...]]  # where and how each lay before
+    wanting: list[int]  # those that require a gradient in the master
     # How often each had been written to when it ended, as its graph saved them; empty until then.
     saved: dict[int, int] = field(default_factory=dict)
     touched: raw_access.Touched = field(default_factory=dict)  # past versions
@@ -185,7 +183,7 @@ class ReplicaModule:
         values: list[Tensor] = []
         for slot, value in contents.items():
             one = self._tracked[slot]
-            small = slot not in views and value.numel() * value.element_size() <= _SMALL
+            small = slot not in views and value.numel() * value.element_size() <= raw_access.SMALL
             one.sent = value.detach().clone() if small else None
             one.lost = False
             other = slot in news.specs or one.tensor.is_inference()
@@ -235,10 +233,6 @@ class ReplicaModule:
         """Show a tensor of a window, with a storage and a version of its own."""
         assert spec.window is not None and spec.there is not None
         return self._windows[spec.window][master].alone(spec.there, spec.offset)
-
-    def wanting(self, state: ForwardState) -> list[int]:
-        """Return the slots of tensors that require a gradient in the master."""
-        return [slot for slot in sorted(state.tensors) if self._tracked[slot].spec.grad]
 
     def tensor(self, slot: int) -> Tensor:
         """Return the tensor of a slot."""
@@ -302,7 +296,8 @@ class ReplicaModule:
             raise NotLoaded from error
         unused = tensors.keys() - used
         if not unused:
-            return ForwardState(module, tensors, form, _lies(tensors))
+            wanting = [slot for slot in sorted(tensors) if self._tracked[slot].spec.grad]
+            return ForwardState(module, tensors, form, _lies(tensors), wanting)
         # Only now it is known which tensors a new structure still has.
         for slot in unused:
             del self._tracked[slot]

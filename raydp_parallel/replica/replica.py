@@ -119,12 +119,6 @@ class Replica:
         with contextlib.suppress(InvalidStateError):  # it comes again where the call runs again
             self._delivered.setdefault(number, Future()).set_result(value)
 
-    def _taken(self, number: int) -> object:
-        """Wait for an object of Ray's store, and keep it no longer."""
-        found = self._delivered.setdefault(number, Future()).result()
-        del self._delivered[number]
-        return found
-
     def _exchange(self, request: ExchangeRequest) -> Exchange:
         if request.name not in self._groups:
             for name, group in [*self._groups.items()]:
@@ -184,8 +178,10 @@ class Replica:
         terms, context, writes = request.terms, request.terms.context, Writes()
         grad = context.grad and not context.inference
         reached = b""
-        # All of them, whatever happens next: a call that runs again gets them again.
-        objects = {number: self._taken(number) for number in request.refs}
+        objects: dict[int, object] = {}  # of Ray's store
+        for number in request.refs:  # all, whatever happens next: another run gets them again
+            objects[number] = self._delivered.setdefault(number, Future()).result()
+            del self._delivered[number]
         try:
             model = self._updated(request.model, request.update)  # [4] run
             module = model.module
@@ -218,9 +214,8 @@ class Replica:
             return Answer(failure=exceptions.failure(error, terms.where), writes=writes)
         if request.key is not None and any(t.requires_grad for t in value.tensors):
             self._idle = None  # backward follows soon
-            slots = module.wanting(state)
-            leaves = [*[state.tensors[n] for n in slots], *inputs]
-            marks = [*slots, *[None] * len(inputs)]
+            leaves = [*[state.tensors[n] for n in state.wanting], *inputs]
+            marks = [*state.wanting, *[None] * len(inputs)]
             self._graphs[request.key] = Graph(value.tensors, leaves, marks, model, state)
             asked = {None, *request.asked}
             there = engine.reachable(value.tensors) if asked & {*marks} else ()

@@ -243,11 +243,6 @@ def check_devices(module: nn.Module) -> None:
         )
 
 
-def _refuse_python_below(script: torch.jit.ScriptModule) -> None:
-    if not all(isinstance(child, torch.jit.ScriptModule) for child in script.modules()):
-        raise RuntimeError(_REFUSED)
-
-
 def _tensor(slot: int) -> Tensor:
     _building.used.add(slot)
     return _building.tensors[slot]  # type: ignore[no-any-return]
@@ -335,7 +330,8 @@ def _new_traced(state: dict[str, object], imports: str) -> nn.Module:
 
 
 def _reduce_script(module: torch.jit.ScriptModule) -> tuple[object, ...]:
-    _refuse_python_below(module)
+    if not all(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
+        raise RuntimeError(_REFUSED)
     file = io.BytesIO()
     torch.jit.save(module, file)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

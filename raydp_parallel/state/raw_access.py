@@ -19,7 +19,7 @@ _PLAIN: Any = inspect.getattr_static(Tensor, "data")
 data: Callable[[Tensor], Tensor] = _PLAIN.__get__
 """Returns ``tensor.data``, of which nothing is noted."""
 
-_SMALL = 1 << 20
+SMALL = 1 << 20
 """Bytes up to which contents from before an access are kept, to tell reading from writing."""
 
 Touched = dict[int, Tensor | None]
@@ -33,7 +33,7 @@ def _note(tensor: Tensor) -> None:
         with contextlib.suppress(Exception):  # tensors without a storage
             address = tensor.untyped_storage().data_ptr()
             if address not in _touched:
-                small = tensor.numel() * tensor.element_size() <= _SMALL
+                small = tensor.numel() * tensor.element_size() <= SMALL
                 _touched[address] = tensor.detach().clone() if small else None
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.util
-import logging
 import os
 import site
 import sys
@@ -28,9 +27,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from raydp_parallel.errors import SourceMismatch, warn
-
-log = logging.getLogger("raydp_parallel")
+from raydp_parallel.errors import SourceMismatch, log, warn
 
 _BEGUN = time.time()
 
