@@ -113,10 +113,6 @@ def _is_amount(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _are_weights(value: Sequence[float]) -> bool:
-    return all(map(_is_amount, value)) and _is_amount(sum(value))
-
-
 def _are_resources(value: Mapping[object, object]) -> bool:
     booked = {"CPU", "GPU", "memory", "object_store_memory"}  # by the settings above, and by Ray
     named = all(isinstance(name, str) and name for name in value)
@@ -138,7 +134,7 @@ _RULES: dict[str, tuple[Any, Callable[[Any], object], str]] = {
     "call_timeout": _TIME,
     "name": (str, lambda text: text.isprintable() and not re.search("^$|[/:@]", text), _NAME),
     "threads": (Integral, lambda n: n >= 1, "None or a whole number, at least 1"),
-    "chunk_weights": (Sequence, _are_weights, _WEIGHTS),
+    "chunk_weights": (Sequence, lambda w: all(map(_is_amount, w)) and _is_amount(sum(w)), _WEIGHTS),
     "cpus_per_replica": (Real, lambda n: 0 <= n < math.inf, "a number, at least 0"),
     "gpus_per_replica": (Real, lambda n: 0 < n <= 1, _PART),
     "resources": (Mapping, _are_resources, _AMOUNTS),

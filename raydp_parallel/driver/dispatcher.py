@@ -12,15 +12,17 @@ here, and sent: from then on the chunks may wait for each other.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import OWN, Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.devices.layout import Row
@@ -29,21 +31,21 @@ from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.codec import Parcel
+from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import (
     Answer,
     BackwardRequest,
+    ExchangeRequest,
     Failure,
     Forget,
     ForwardRequest,
     ResumeRequest,
 )
 
-if TYPE_CHECKING:
-    from raydp_parallel.driver.groups import Group
-
 _CPU = torch.device("cpu")
 _LOOK = 0.05
 """Seconds between two looks whether the members of a group still live."""
+_names = itertools.count(1)
 _MOST_DEATHS = 6
 _MOST_ALIKE = 2
 """Deaths of one chunk after which it is taken for their cause: of all, and by one cause of its own.
@@ -159,6 +161,35 @@ class Flight:
     taken: int = 0  # how many gradients were added
     # The causes of deaths that may be the chunk's fault, by chunk.
     deaths: dict[int, list[str]] = field(default_factory=dict)
+
+
+class Group:
+    """A group of some replicas, each in one life.
+
+    Args:
+        slots: The slots that have them.
+        patience: Seconds that they wait for each other.
+        nccl: True if tensors go by NCCL.
+    """
+
+    def __init__(self, slots: Sequence[ReplicaSlot], patience: float, nccl: bool) -> None:
+        near = all(slot.client is not None and slot.client.hello.near for slot in slots)
+        host = None if near else ray_api.own_address()
+        self._store = store = open_store(len(slots), host)
+        self.address = store if host is None else (host, store.port)
+        name = f"group {next(_names)}"
+        links = [getattr(slot.client, "link", "") for slot in slots]
+        root = links.index("ipc") if "ipc" in links else 0
+        self.nccl = nccl
+        self.seats = [
+            ExchangeRequest(name, i, len(slots), patience, nccl=nccl, root=root)
+            for i in range(len(slots))
+        ]
+
+    def close(self) -> None:
+        """Let the members leave."""
+        close_store(self._store)
+        self._store = None
 
 
 class Dispatcher:

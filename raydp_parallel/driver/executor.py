@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import end_all
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.driver.dispatcher import Call, Dispatcher
+from raydp_parallel.driver.dispatcher import Call, Dispatcher, Group
 from raydp_parallel.driver.reporter import Reporter
 from raydp_parallel.errors import forked, log
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
@@ -26,9 +25,6 @@ from raydp_parallel.options import Options
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.messages import Forget, StateUpdate
-
-if TYPE_CHECKING:
-    from raydp_parallel.driver.groups import Group
 
 
 class Executor(contextlib.AbstractContextManager["Executor"]):

@@ -4,19 +4,16 @@ of an optimizer in the replicas, and, if each has a GPU of its own, weights and 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.driver.dispatcher import Call
+from raydp_parallel.driver.dispatcher import Call, Group
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.errors import log
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
-from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import ExchangeRequest
 
 _PATIENCE = 300.0
@@ -33,37 +30,6 @@ _MOST_GROUPS = 4
 """Groups of one executor that live at once: for models on several sets of GPUs."""
 _LEAST = 1 << 20
 """Bytes of weights or gradients from which on NCCL carries them."""
-
-_names = itertools.count(1)
-
-
-class Group:
-    """A group of some replicas, each in one life.
-
-    Args:
-        slots: The slots that have them.
-        patience: Seconds that they wait for each other.
-        nccl: True if tensors go by NCCL.
-    """
-
-    def __init__(self, slots: Sequence[ReplicaSlot], patience: float, nccl: bool) -> None:
-        near = all(slot.client is not None and slot.client.hello.near for slot in slots)
-        host = None if near else ray_api.own_address()
-        self._store = store = open_store(len(slots), host)
-        self.address = store if host is None else (host, store.port)
-        name = f"group {next(_names)}"
-        links = [getattr(slot.client, "link", "") for slot in slots]
-        root = links.index("ipc") if "ipc" in links else 0
-        self.nccl = nccl
-        self.seats = [
-            ExchangeRequest(name, i, len(slots), patience, nccl=nccl, root=root)
-            for i in range(len(slots))
-        ]
-
-    def close(self) -> None:
-        """Let the members leave."""
-        close_store(self._store)
-        self._store = None
 
 
 def have_layers(chunks: Sequence[nn.Module], slots: Sequence[ReplicaSlot]) -> bool:

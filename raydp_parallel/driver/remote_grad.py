@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from raydp_parallel.batch.containers import mapped
 from raydp_parallel.devices.memory import is_used
 from raydp_parallel.state.lagging import BLIND, Args, Function, Named
 from raydp_parallel.wire.codec import StandIn
-
-if TYPE_CHECKING:
-    from raydp_parallel.driver.resident import Resident
 
 _OPERATOR = type(torch.ops.aten.zero_)
 
@@ -40,7 +37,7 @@ class Stand:
     forbids for tensors that are swapped.
     """
 
-    source: Resident  # its ``fetch`` lets this one, and perhaps others, have the value
+    fetch: Callable[[Stand], Tensor]  # lets this one, and perhaps others, have the value
     known: Tensor | None = None  # the value, once it was fetched
     touched: bool = False  # the program may have written to the value
     zeroed: bool = False  # it is zero, whatever the replicas keep
@@ -57,12 +54,12 @@ class RemoteGrad(StandIn):
 
     stand: Stand
 
-    def __new__(cls, like: Tensor, source: Resident) -> RemoteGrad:
+    def __new__(cls, like: Tensor, fetch: Callable[[Stand], Tensor]) -> RemoteGrad:
         """Make one for a parameter."""
         made: RemoteGrad = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.stand = Stand(source)
+        made.stand = Stand(fetch)
         return made
 
     def value(self) -> Tensor:
@@ -71,7 +68,7 @@ class RemoteGrad(StandIn):
         if stand.known is None and stand.zeroed:
             plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
             stand.known = torch.zeros_like(plain, device=self.device)
-        return stand.source.fetch(stand) if stand.known is None else stand.known
+        return stand.fetch(stand) if stand.known is None else stand.known
 
     def given(self) -> Tensor:
         """Return the value in its memory, to keep it and to write there."""

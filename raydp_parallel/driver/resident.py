@@ -168,7 +168,8 @@ class Resident:
 
     def __init__(self, executor: Executor, master: Master, ids: Sequence[DeviceId]) -> None:
         self._executor, self._master, self._ids = executor, master, ids
-        self.gradients = Gradients(executor, master, weakref.proxy(self))
+        own = weakref.proxy(self)
+        self.gradients = Gradients(executor, master, lambda stand: own.fetch(stand))
         self.weights = Weights(executor, master, self)
         self._normed: tuple[object, object] | None = None  # whose sums replicas have, for the step
         self._error: Exception | None = None  # that came in the call of another model

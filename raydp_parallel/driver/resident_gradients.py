@@ -11,7 +11,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.messages import GradientsRequest
-
-if TYPE_CHECKING:
-    from raydp_parallel.driver.resident import Resident
 
 
 @dataclass(eq=False)
@@ -66,12 +62,14 @@ class Kept(RemoteGraph):
 
 
 class Gradients:
-    """The gradients of one model's parameters that replicas train. The source fetches what stands
-    in ``.grad``.
+    """The gradients of one model's parameters that replicas train. ``bring`` fetches what stands in
+    ``.grad``.
     """
 
-    def __init__(self, executor: Executor, master: Master, source: Resident) -> None:
-        self._executor, self._master, self._source = executor, master, source
+    def __init__(
+        self, executor: Executor, master: Master, bring: Callable[[Stand], Tensor]
+    ) -> None:
+        self._executor, self._master, self._bring = executor, master, bring
         self.sums: dict[Tensor, Sum] = {}  # by parameter: one that leaves takes its own along
         self._kept: dict[int, Kept] = {}  # by chunk
 
@@ -124,7 +122,7 @@ class Gradients:
         if isinstance(parameter.grad, RemoteGrad):
             parameter.grad.stand.renew()
         elif one.chunks or filled:
-            parameter.grad = made = RemoteGrad(parameter, self._source)
+            parameter.grad = made = RemoteGrad(parameter, self._bring)
             one.last = weakref.ref(made.stand)
 
     # Where they are used.
