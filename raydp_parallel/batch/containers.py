@@ -4,6 +4,7 @@ bring rules of their own for splitting and joining (pytorch#52597).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections import OrderedDict, UserDict
@@ -58,10 +59,9 @@ def iterates_over_tensors(value: object) -> bool:
     """
     if isinstance(value, (type, str, bytes, bytearray, range, Iterator)):
         return False
-    try:
+    with contextlib.suppress(Exception):  # a class of the user's own may do anything
         return any(True for part in iter(value) for _ in tensors_in(part))  # type: ignore[call-overload]
-    except Exception:  # a class of the user's own may do anything when it is iterated over
-        return False
+    return False
 
 
 def contents(value: Any, kind: ContainerKind) -> Parts:

@@ -181,10 +181,8 @@ class Group:
         links = [getattr(slot.client, "link", "") for slot in slots]
         root = links.index("ipc") if "ipc" in links else 0
         self.nccl = nccl
-        self.seats = [
-            ExchangeRequest(name, i, len(slots), patience, nccl=nccl, root=root)
-            for i in range(len(slots))
-        ]
+        seat = ExchangeRequest(name, 0, len(slots), patience, nccl=nccl, root=root)
+        self.seats = [seat._replace(rank=i) for i in range(len(slots))]
 
     def close(self) -> None:
         """Let the members leave."""

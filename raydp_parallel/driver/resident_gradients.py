@@ -147,8 +147,7 @@ class Gradients:
             kept, slots = self._kept[chunk], tuple([one.slot for one in wanted])
             assert kept.slot is not None
             request = GradientsRequest(self._master.number, slots, chunk)
-            call = Call(kept.slot, "step", request, self._master)
-            call.needs = [kept]
+            call = Call(kept.slot, "step", request, self._master, [kept])
             flight = dispatcher.start(Flight([call]))
             answers = dispatcher.finish(flight)
             self.refuse_missed(sums)  # the replica that had them may just have died

@@ -123,10 +123,9 @@ def warn_again(found: Iterable[CaughtWarning]) -> None:
 
 
 def _pickled(value: object) -> bytes | None:
-    try:
+    with contextlib.suppress(Exception):
         return cloudpickle.dumps(value)  # type: ignore[no-any-return]
-    except Exception:
-        return None
+    return None
 
 
 def _pickled_whole(error: BaseException) -> bytes | None:
@@ -160,9 +159,6 @@ def _exception(data: bytes | None) -> BaseException | None:
 
 
 def _loaded(data: bytes | None) -> Any:
-    if data is None:
-        return None
-    try:
-        return pickle.loads(data)
-    except Exception:
-        return None
+    with contextlib.suppress(Exception):
+        return pickle.loads(data or b"")
+    return None

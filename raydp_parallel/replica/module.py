@@ -89,10 +89,8 @@ class _Form:
         self.bytes = run.memory[: self._layout.size]  # the master's
         self._now = torch.zeros_like(self.bytes)
         self._there = self._layout.views(self._now)
-        self._owners = np.empty(self._layout.size // ALIGN, dtype=np.int64)  # of each line
-        for slot, begin in zip(self.fresh, self._layout.offsets, strict=True):
-            end = begin + self.fresh[slot].nbytes
-            self._owners[begin // ALIGN : -(-end // ALIGN)] = slot
+        lines = np.diff([*self._layout.offsets, self._layout.size]) // ALIGN
+        self._owners = np.repeat([*self.fresh], lines)  # of each line
 
     def laid(self, tensors: dict[int, Tensor]) -> Tensor:
         """Lay fresh ones out as the master's, but for those of another form by now. It is valid

@@ -270,10 +270,9 @@ class Exchange:
 
     def exists(self) -> bool:
         """Tell if neither the driver nor a member has closed the group."""
-        try:
+        with contextlib.suppress(RuntimeError):
             return not (self.closed or self._store.check([_GONE]))
-        except RuntimeError:
-            return False
+        return False
 
     def close(self) -> None:
         """Leave the group; members that wait for this one get an error."""

@@ -279,11 +279,10 @@ def _reload(value: object) -> object:
 
 
 def _works(action: Callable[[object], object], value: object) -> bool:
-    try:
+    with contextlib.suppress(Exception):  # of the user's classes
         action(value)
-    except Exception:  # code of the user's classes
-        return False
-    return True
+        return True
+    return False
 
 
 def _blaming(
