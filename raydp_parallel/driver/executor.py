@@ -23,7 +23,9 @@ from raydp_parallel.errors import forked, log
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.replica import exceptions
+from raydp_parallel.state import sources
 from raydp_parallel.state.mirror import Master
+from raydp_parallel.state.sources import Sources
 from raydp_parallel.wire.messages import Forget, StateUpdate
 
 
@@ -54,7 +56,8 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         self.failed_joins = 0  # how often they could not join one that uses NCCL
         self.keys = itertools.count(1)  # numbers for models and graphs
         self._masters: dict[int, Master] = {}
-        self._lives: list[int] = []  # of the slots, when models that are trained were last saved
+        # The lives of slots and the sources, as models that are trained were last saved.
+        self._saved: tuple[list[int], Sources] | None = None
         self._reporter: Reporter | None = None
         if self.device_ids:
             self.slots(self.device_ids)
@@ -91,12 +94,13 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         """
         with exceptions.ShortTraceback(), self.trip():  # a trial of windows, perhaps
             found = self.replica_set.slots_for(device_ids)
-            lives = [slot.life for slot in self.replica_set.slots.values()]
-            if lives != self._lives:  # one died
+            # One died, or all may have to be replaced by such as load the sources of now.
+            now = [slot.life for slot in self.replica_set.slots.values()], sources.current()
+            if now != self._saved:
                 for master in [*self._masters.values()]:
                     if master.resident is not None:
                         master.resident.save()
-                self._lives = lives
+                self._saved = now
         if self._reporter is None and self.options.metrics:
             self._reporter = Reporter(self)
         return found

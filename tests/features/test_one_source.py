@@ -128,7 +128,7 @@ def test_a_folder_that_is_added_between_two_models(
 
 def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) -> None:
     """Old objects keep the old code, new ones have the new; also where functions are changed in
-    place.
+    place. No step of any model is lost.
     """
     module = modules(
         "one",
@@ -139,11 +139,17 @@ def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) 
     importlib.reload(module)
     old = DataParallel(module.Net(), ["cpu", "cpu"])
     assert computed(old) == 3.0
+    trained = DataParallel(nn.Linear(2, 1), ["cpu", "cpu"])
+    optimizer = trained.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        trained(ONES).sum().backward()
+        optimizer.step()
     path.write_text(NET.format(factor=4.0).replace("x * FACTOR", "x * FACTOR * 10"))
     importlib.reload(module)
     assert computed(DataParallel(module.Net(), ["cpu", "cpu"])) == 40.0
     # Its forward is the old one, which reads the module's new number.
     assert computed(old) == old.module(ONES)[0, 0].item() == 4.0
+    trained.sync()  # all replicas were replaced
 
 
 @pytest.mark.long
