@@ -25,12 +25,10 @@ from torch import Tensor
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import OWN, Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver.gradients import Sums
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
-from raydp_parallel.wire.codec import Parcel
 from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import (
     Answer,
@@ -131,20 +129,13 @@ class Pending:
         return here and (self.answer is not None or client.unsent == 0)
 
 
-def own(answer: Answer) -> Answer:
-    """Copy an answer's tensors, so that it outlives the next request."""
-    writes = answer.writes._replace(values=_own(answer.writes.values))
-    return answer._replace(value=_own(answer.value), writes=writes)
-
-
-def _own(value: Any) -> Any:
+def own(value: Any) -> Any:
+    """Copy the tensors of an answer, so that it outlives the next request."""
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, Row):
-        return Row(map(_own, value))
-    if isinstance(value, Parcel):
-        return value._replace(tensors=[*map(_own, value.tensors)])
-    return tuple(map(_own, value)) if isinstance(value, tuple) else value
+    if not isinstance(value, (list, tuple)):
+        return value
+    return getattr(value, "_make", type(value))(map(own, value))
 
 
 @dataclass
