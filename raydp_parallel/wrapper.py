@@ -527,10 +527,9 @@ class DataParallel(nn.DataParallel[T]):
                 ends; ``"skip"`` gives no output for that batch, and warns of all at the end.
         """
         batch_inference.check(in_flight, on_error)
-        most = 1
+        most = 1 if split or self._in_place else len(self.device_ids)
         if not self._in_place:
             self.executor.slots(self.device_ids)  # starts in the caller's thread
-            most = 1 if split else len(self.device_ids)
 
         def begin(at: int, inputs: tuple[object, ...], kwargs: Keywords) -> Callable[[], Any]:
             """Send a batch to one replica, or its chunks to all; none of them writes back."""

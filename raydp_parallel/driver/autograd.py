@@ -367,7 +367,8 @@ class Backward:
         call, context = self._call, ambient.capture()
         threads = call.executor.replica_set.threads(len(call.parts))
         left_out = [leaf for at, (leaf, _) in enumerate(call.leaves) if at not in self._needed]
-        partial = any([leaf.requires_grad for leaf in left_out])
+        # The graph of a derived call leads to more leaves than its own.
+        partial = bool(call.parents) or any([leaf.requires_grad for leaf in left_out])
         fates = dict[int | None, int].fromkeys([None, *range(len(call.leaves))], LEFT_OUT)
         for at in self._needed:
             fates[at] = plain if call.leaves[at].kind == "parameter" else SENT

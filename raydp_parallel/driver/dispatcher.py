@@ -365,11 +365,9 @@ class Dispatcher:
         pending.sent = True
         recorder = self._set.recorder
         if isinstance(request, (ForwardRequest, ResumeRequest)) and request.update is not None:
-            update = request.update
-            slot.revisions[request.model] = update.revision
+            slot.revisions[request.model] = request.update.revision
             recorder.totals.state_sends += 1
-            if update.spread is None or update.spread.rank == update.spread.root:
-                recorder.totals.state_bytes += update.size
+            recorder.totals.state_bytes += request.update.size
         recorder.called(slot.index)
         return pending
 

@@ -132,7 +132,7 @@ class ForwardCall(Call):
         if update is not None and spread is not None and not attempt:
             update = update._replace(spread=spread)
             if spread.rank != spread.root:
-                update = update._replace(parts=())
+                update = update._replace(parts=(), size=0)
         # Hooks on a parameter that is not used would be called with None.
         unused, leaves = settings.unused == "none", self.model.leaves
         asked = [leaf.tensor for leaf in leaves if unused or leaf.kind == "attribute"]

@@ -149,8 +149,6 @@ class ReplicaActor:
             sent = send(answer)
         self._failed = answer.failure is not None
         threads.rest()  # before the driver's next work wants the cores
-        if not self._failed:
-            self._replica.prepare()
         return sent
 
     def _answer(self, request: Request | trial.Trial) -> Answer:

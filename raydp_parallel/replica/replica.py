@@ -68,7 +68,6 @@ class Graph(NamedTuple):
     slots: list[int | None]  # of the module's; None for inputs
     model: Model
     state: ForwardState  # the module that ran, and its tensors
-    derived: bool = False  # a backward made it: it leads to more leaves than its own
 
 
 class Replica:
@@ -238,8 +237,7 @@ class Replica:
                 idle = [t for t in self._graphs[key].outputs if t.requires_grad]
                 outputs += idle
                 grads += [*map(torch.zeros_like, idle)]
-        needed, partial = request.needed, request.partial or home.derived
-        keeps = max(needed, default=SENT) >= KEPT
+        needed, keeps = request.needed, max(request.needed, default=SENT) >= KEPT
         threads.use(self._device, terms.threads)
         with self._taking_part(terms.group):
             module.again(home.state, request.moved, terms.first)
@@ -248,13 +246,13 @@ class Replica:
                 resident.begin(terms.chunk, home.slots, needed)
             with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
                 found = engine.differentiate(
-                    outputs, grads, home.leaves, needed, partial, request.keep, create
+                    outputs, grads, home.leaves, needed, request.partial, request.keep, create
                 )
             # A checkpoint that ran again may have written once more.
             writes = module.end(home.state, keeps_data=False)
             if request.derived is not None:
                 made = [grad for grad in found if grad is not None]
-                graph = Graph(made, given, [None] * len(given), home.model, home.state, True)
+                graph = Graph(made, given, [None] * len(given), home.model, home.state)
                 self._graphs[request.derived] = graph
             reached = b""
             if keeps:

@@ -205,7 +205,7 @@ def build(
     structure: bytes, tensors: Mapping[int, Tensor], kept: Kept, device: torch.device
 ) -> tuple[nn.Module, set[int]]:
     """Build a module from a look, with tensors in the places of their slots; returns the slots that
-    it has, too. What it has in common with others of this look is kept.
+    it has, too. Code and classes are those of others of this look.
     """
     for tensor in tensors.values():
         vars(tensor).clear()

@@ -70,7 +70,7 @@ class StateUpdate(NamedTuple):
 
     revision: int  # the state after them
     news: bytes  # a pickled `StateNews`, the same for all replicas that have the same state
-    size: int  # bytes of changed contents
+    size: int  # bytes of changed contents, but for those that another replica passes on
     contents: Row  # those that come one by one
     windows: dict[int, Window]  # memory that large tensors lie in, by number
     parts: tuple[Tensor, ...] = ()  # the changed parts of the run; none where it lies in a window
@@ -126,7 +126,7 @@ class BackwardRequest(NamedTuple):
     # These gradients, in the same order. With create_graph some may require one themselves.
     grads: list[Tensor]
     needed: bytes  # the fate of each leaf's gradient
-    partial: bool  # the caller's pass leaves out some leaves
+    partial: bool  # the graph leads to leaves that get no gradient
     keep: bool  # graphs are used again
     derived: int | None  # the number of the graph that the gradients get, with create_graph
     moved: dict[int, int]  # by how much the master's versions moved since the forward, by slot
