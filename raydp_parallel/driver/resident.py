@@ -111,7 +111,7 @@ class Weights:
                 optimizers[number] = one.kind, one.keywords, groups, state
             value = parcel(optimizers, "optimizer")
             update = self._executor.update(self._master, slot, weights)
-            request = ResumeRequest(model, update, tuple(self._master.trained), value)
+            request = ResumeRequest(model, update, self._master.stepped(), value)
             if self._executor.dispatcher.ask(Call(slot, "resume", request)) is not None:
                 self.held[slot] = *now, self.recalls
 

@@ -34,6 +34,7 @@ class Resident:
         self._kept: dict[int, dict[int, Tensor]] = {}  # by chunk and slot
         self._runs: dict[torch.dtype, Tensor] = {}  # in which sums lie
         self._last: dict[int, Tensor] = {}  # those of the norm, which the step may use again
+        self._stepped: dict[int, int] = {}  # slots, each with that of the parameter in its memory
         # Each with its own parameters, and their slots.
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[nn.Parameter, int]]] = {}
 
@@ -131,6 +132,7 @@ class Resident:
             p.grad = grads.get(slot)
         try:
             optimizer.step()
+            self._follow()
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -143,14 +145,22 @@ class Resident:
                 p.grad = None
         return None
 
+    def _follow(self) -> None:
+        """Let what lies in a parameter's memory in the driver have its values."""
+        pairs = [pair for pair in self._stepped.items() if pair[0] != pair[1]]
+        into, values = [[self._module.tensor(pair[at]) for pair in pairs] for at in range(2)]
+        with torch.no_grad():
+            copy_row(into, values)
+
     # Coming and going.
 
     def resume(self, request: ResumeRequest) -> None:
         """Make the optimizers; the weights have come with the state."""
         if self._module.device.type == "cpu":
             threads.return_large_blocks()
-        self._module.stepped(request.trained)
-        self._optimizers = {}
+        self._module.stepped(request.stepped)
+        self._optimizers, self._stepped = {}, request.stepped
+        self._follow()
         row = [t.detach().clone() for t in request.optimizers.tensors]
         for number, one in request.optimizers.load(row).items():
             kind, keywords, groups, state = one

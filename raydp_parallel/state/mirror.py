@@ -166,7 +166,7 @@ class Master:
             lags = one.trained and issubclass(type(one.tensor), Lagging)
             if (contents or moved or version != then_version) and not lags:
                 one.content_at = self.revision
-                self.edited = self.edited or one.trained
+                self.edited = self.edited or one.trained or (moved and one.leader is not None)
         if formed:
             self._form()
         for one, now in changed:
@@ -239,12 +239,22 @@ class Master:
         """The parameters that replicas train, by slot."""
         return {one.slot: one.tensor for one in self.records.values() if one.trained}
 
+    def stepped(self) -> dict[int, int]:
+        """Return the slots that a step changes, each with that of the parameter in its memory."""
+        addresses = {one.slot: one.seen[1] for one in self.records.values()}
+        led = {one.slot: one.leader for one in self.records.values() if one.leader in addresses}
+        return {n: leader for n, leader in led.items() if addresses[n] == addresses[leader]}
+
     def train(self, slots: set[int]) -> None:
         """Let replicas have these parameters of their own, which no window holds, and no others."""
         self.revision += 1
-        for one in self.records.values():
-            one.trained = one.slot in slots
-            if one.trained:
+        records = self.records.values()
+        places = {(o.seen[1], o.seen[2][:3]): o.slot for o in records if o.slot in slots}
+        for one in records:
+            one.leader = one.slot if one.slot in slots else None
+            if one.kind == "attribute":
+                one.leader = places.get((one.seen[1], one.seen[2][:3]))
+            if one.leader is not None:
                 one.place, one.spec_at = None, self.revision
                 touch([one])  # which makes a copy to compare with
         self._form()
@@ -440,11 +450,10 @@ class Master:
             self._look_at_tensors()
         if self.structure.at > revision:
             return "an attribute or a part of the module"
-        # What lies in the memory of a trained one, as spectral norm's weight, follows its steps.
-        trained = {one.seen[1] for one in self.records.values() if one.trained}
+        # What lies in the memory of a trained one follows its steps.
+        follow = {slot for slot, leader in self.stepped().items() if slot != leader}
         for one in self.records.values():
-            follows = one.seen[1] in trained and not one.trained
-            if one.content_at > revision and one.slot not in known and not follows:
+            if one.content_at > revision and one.slot not in {*known, *follow}:
                 named = *self.module.named_parameters(), *self.module.named_buffers()
                 name = next((name for name, t in named if t is one.tensor), "")
                 return f"{'parameter' if one.kind == 'parameter' else 'buffer'} {name!r}"

@@ -113,15 +113,22 @@ class Tracked:
     content_at: int = 0  # the revision since which it has its contents
     place: Place | None = None
     plain: bool = False  # a run may hold it
-    trained: bool = False  # replicas have one of their own
+    # Whose memory it lies in, if replicas step that: its own, or a parameter's, in which an
+    # attribute may lie, as spectral norm's weight.
+    leader: int | None = None
     shadow: Tensor | None = None  # its contents as they were sent, if no run has them
     late: Tensor | None = None  # its memory, while replicas have later contents
     written: int = 0  # by how much writes have moved its version that graphs need not know of
 
     @property
+    def trained(self) -> bool:
+        """True if replicas have one of their own."""
+        return self.leader == self.slot
+
+    @property
     def in_run(self) -> bool:
         """True if a run has its contents."""
-        return self.plain and not self.trained
+        return self.plain and self.leader is None
 
     def keep_copy(self) -> None:
         """Copy the contents, to compare those of the next forward with them."""

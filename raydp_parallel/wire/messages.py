@@ -147,7 +147,7 @@ class ResumeRequest(NamedTuple):
 
     model: int
     update: StateUpdate | None  # the module, with the weights to begin with
-    trained: tuple[int, ...]  # the slots of the parameters that optimizers step
+    stepped: dict[int, int]  # the slots that optimizers step, each with that of its values
     # For each optimizer, by number: its class, the keywords of its constructor, its groups with
     # slots in the place of parameters, and its state by slot.
     optimizers: Parcel

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from harness import carried, kill, made_of, ones, raised
+from harness import Apply, carried, kill, made_of, ones, raised
 from mortal import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, spectral_norm
@@ -506,6 +506,24 @@ def test_T5_memory_that_is_used_again(kind: Any, two: Executor) -> None:
         results.append([*seen, *held(models[0], optimizers[0]), *held(models[1], optimizers[1])])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_T5_an_attribute_in_the_memory_of_a_weight(two: Executor) -> None:
+    """It follows the steps of the replicas; the program itself sees them after a fetch."""
+
+    def make() -> nn.Module:
+        net: Any = Apply(lambda net, x: net.layer(x) + x @ net.alias.T, layer=nn.Linear(6, 2))
+        net.alias = net.layer.weight.data
+        return net
+
+    def program(model: Any, optimizer: Any) -> Any:
+        for step in range(6):
+            yield advance(model, optimizer, step)
+            if step == 2:  # from here on each has its own
+                model.sync()
+                model.module.layer.weight.data = model.module.alias * 2
+
+    compare(two, program, make)
 
 
 # --- deaths ---
