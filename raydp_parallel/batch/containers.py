@@ -30,6 +30,7 @@ ContainerKind = Enum(
     "ContainerKind", "TENSOR PACKED MAPPING SEQUENCE FIELDS ITERABLE LEAF", module=__name__
 )
 """How a value is treated."""
+_CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
 
 
 def kind_of(value: object) -> ContainerKind:
@@ -39,10 +40,12 @@ def kind_of(value: object) -> ContainerKind:
     # a namedtuple too, but its fields do not split one by one (pytorch#31422)
     if isinstance(value, PackedSequence):
         return ContainerKind.PACKED
-    if isinstance(value, (dict, UserDict)):
-        return ContainerKind.MAPPING
     if isinstance(value, (list, tuple)):
         return ContainerKind.SEQUENCE
+    if type(value) in _CONSTANTS:
+        return ContainerKind.LEAF
+    if isinstance(value, (dict, UserDict)):
+        return ContainerKind.MAPPING
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ContainerKind.FIELDS
     return ContainerKind.LEAF
@@ -135,7 +138,6 @@ def container_like(like: Any, kind: ContainerKind, parts: Parts) -> Any:
     return made
 
 
-_CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
 _CONTAINERS = {tuple, list, dict, OrderedDict}
 
 

@@ -14,7 +14,8 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.codec import Flat, flat, unflat
 from raydp_parallel.wire.trial import try_ipc
 
+T = TypeVar("T")
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 """Errors that say that the other end is gone. Others say what this process lacks, or are those of a
 signal's handler, as Ctrl-C is.
@@ -56,14 +58,15 @@ class ActorClient:
         self._in_session = ray_api.session()
         self.moved = [0, 0]  # bytes of tensors, sent and received
 
-    @contextlib.contextmanager
-    def _line(self, timeout: float | None) -> Iterator[None]:
-        """Hang up if a message cannot be carried as a whole: another process takes over."""
+    def _carry(self, timeout: float | None, carry: Callable[..., T], *parts: object) -> T:
+        """Carry a message; hang up if it cannot be carried as a whole: another process takes
+        over.
+        """
         if not self._in_session():  # a call by Ray would start another cluster
             raise Gone("its connection was closed")
         until = time.monotonic() + (timeout or math.inf)
         try:
-            yield
+            return carry(*parts)
         except Exception as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= until:
                 why = f"no answer within {timeout:g} s, Options(call_timeout), or of a process's "
@@ -152,8 +155,7 @@ class NearClient(ActorClient):
 
     def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
-        with self._line(timeout):
-            self._channel.send(request, timeout)
+        self._carry(timeout, self._channel.send, request, timeout)
 
     def receive(self, timeout: float | None, home: torch.device) -> object:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
@@ -161,13 +163,15 @@ class NearClient(ActorClient):
         """
         if self.hello.device == "cpu":
             threads.rest()  # the replica computes on the same cores
-        with self._line(timeout):
-            ready = self._poll.poll(None if timeout is None else timeout * 1e3)
-            if not ready:
-                raise TimeoutError
-            if self._socket not in dict(ready):
-                raise EOFError
-            return self._channel.receive(timeout, home)
+        return self._carry(timeout, self._receive, timeout, home)
+
+    def _receive(self, timeout: float | None, home: torch.device) -> object:
+        ready = self._poll.poll(None if timeout is None else timeout * 1e3)
+        if not ready:
+            raise TimeoutError
+        if self._socket not in dict(ready):
+            raise EOFError
+        return self._channel.receive(timeout, home)
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
@@ -216,12 +220,14 @@ class FarClient(ActorClient):
 
     def send(self, request: object, timeout: float | None) -> None:
         """Send a request; raises `Gone`."""
-        with self._line(timeout):
-            parts = flat(request)
-            self.moved[0] += parts[2].nbytes
-            self.unsent = len(parts)
-            self._answer = self.actor.answer.remote(*parts)
-            self.unsent = 0
+        self._carry(timeout, self._send, request)
+
+    def _send(self, request: object) -> None:
+        parts = flat(request)
+        self.moved[0] += parts[2].nbytes
+        self.unsent = len(parts)
+        self._answer = self.actor.answer.remote(*parts)
+        self.unsent = 0
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
@@ -232,8 +238,7 @@ class FarClient(ActorClient):
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """
-        with self._line(timeout):
-            found: Flat = ray_api.get(self._answer, timeout)
+        found: Flat = self._carry(timeout, ray_api.get, self._answer, timeout)
         self.unsent = self._answer = None
         self.moved[1] += found[2].nbytes
         return unflat(found, home)

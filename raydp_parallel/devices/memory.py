@@ -74,27 +74,27 @@ def gpu_of(tensors: list[Tensor]) -> torch.device | None:
     return next((t.device for t in tensors if t.device.type != "cpu"), None)
 
 
-@torch.no_grad()
 def copy_row(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy each tensor to one of its dtype and shape. On a GPU torch makes one kernel of a row if
     all of it has one dtype, and one for each tensor otherwise.
     """
     if not into:
         return
-    if into[0].device.type == "cpu":
-        torch._foreach_copy_(into, values)
-        return
-    rows: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for there, value in zip(into, values, strict=True):
-        row = rows.setdefault(value.dtype, ([], []))
-        row[0].append(there)
-        row[1].append(value)
-    for dtype, row in rows.items():
-        if dtype in _ROWS:
-            torch._foreach_copy_(*row)
-        else:
-            for there, value in zip(*row, strict=True):
-                there.copy_(value)
+    with torch.no_grad():
+        if into[0].device.type == "cpu":
+            torch._foreach_copy_(into, values)
+            return
+        rows: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for there, value in zip(into, values, strict=True):
+            row = rows.setdefault(value.dtype, ([], []))
+            row[0].append(there)
+            row[1].append(value)
+        for dtype, row in rows.items():
+            if dtype in _ROWS:
+                torch._foreach_copy_(*row)
+            else:
+                for there, value in zip(*row, strict=True):
+                    there.copy_(value)
 
 
 def download(tensors: list[Tensor], layout: Layout, window: Run) -> torch.cuda.Stream | None:

@@ -239,8 +239,9 @@ class Dispatcher:
                         answers[i] = answer
                     while taking is not None and flight.taken in answers:
                         taking.take(flight.taken, answers[flight.taken])
-                        # What it still has, if only an empty row, would hold its memory.
-                        answers[flight.taken] = own(answers[flight.taken]._replace(value=None))
+                        # What it still has would hold its memory.
+                        rest = answers[flight.taken]._replace(value=None)
+                        answers[flight.taken] = own(rest) if rest.writes.slots else rest
                         flight.taken += 1
                 if died and flight.together:
                     raise ReplicaDied(
@@ -345,7 +346,8 @@ class Dispatcher:
         forget: list[int] = []
         if isinstance(request, (ForwardRequest, BackwardRequest, Forget)):
             forget = [*slot.forget]  # finalizers of any thread add to them meanwhile
-            request = request._replace(forget=tuple(forget))
+            if forget:
+                request = request._replace(forget=tuple(forget))
         try:
             slot.pending = pending
             if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come

@@ -89,7 +89,9 @@ class Recorder:
         with self._lock:
             self._free[index] = self._clock()
             new = {"calls": bool(rows or model), "rows": rows, "busy": busy}
-            self._counts[index].update(new, bytes_in=sent, bytes_out=received)  # a Counter adds
+            new |= {"bytes_in": sent, "bytes_out": received}
+            for name, more in new.items():  # a Counter's own way is long
+                self._counts[index][name] += more
             if model:
                 self._models[index][model] = None
 

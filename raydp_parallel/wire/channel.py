@@ -33,7 +33,8 @@ from raydp_parallel.wire.windows import GpuWindow, Window
 _HEADER = struct.Struct("!QQ")
 """The lengths of a message and of what describes its tensors."""
 
-_CHUNK = 1 << 20
+_FIRST, _CHUNK = 1 << 14, 1 << 20
+"""The most bytes that are read of a frame at first, and later on."""
 _NOTHING = Run(torch.empty(0, dtype=torch.uint8, device="cpu"))
 _DESCRIPTORS = 64
 _LEAST = 1e-3
@@ -97,7 +98,7 @@ class Channel:
                 self._known.clear()
             known = len(self._known), Layout(specs)
         number, layout = known
-        gpu = self.ipc if memory.gpu_of(packet.tensors) == self.ipc else None
+        gpu = self.ipc if self.ipc and memory.gpu_of(packet.tensors) == self.ipc else None
         near = gpu is not None
         size, export, fds = 0, None, [window.fd for window in packet.windows]
         window = self._out.get(near, _NOTHING)
@@ -153,13 +154,16 @@ class Channel:
         """
         self._sock.settimeout(None if timeout is None else max(timeout, _LEAST))
         self._way = [-_HEADER.size]
-        header, fds, flags, _ = socket.recv_fds(self._sock, _HEADER.size, _DESCRIPTORS)
+        # No other frame can follow: each is an answer to the last one.
+        first, fds, flags, _ = socket.recv_fds(self._sock, _FIRST, _DESCRIPTORS)
         if flags & socket.MSG_CTRUNC:  # memory did not arrive that the other end believes to share
             raise OSError(errno.EMFILE, "no free descriptor for memory that another process shares")
-        header += self._read(_HEADER.size - len(header))
-        body, length = _HEADER.unpack(header)
-        number, new, near, size, export, shared, total = pickle.loads(self._read(length))
-        data = self._read(body)
+        first += self._read(_HEADER.size - len(first))
+        body, length = _HEADER.unpack_from(first)
+        begin = _HEADER.size + length
+        first += self._read(begin + body - len(first))
+        number, new, near, size, export, shared, total = pickle.loads(first[_HEADER.size : begin])
+        data = first[begin:]
         if export is not None:
             self._in[near] = GpuWindow(size, self.ipc or device or self._device, export)
         elif size:
@@ -189,7 +193,7 @@ class Channel:
 
     def _read(self, count: int) -> bytes:
         found: list[bytes] = []  # no memory for a length before its bytes come
-        while count:
+        while count > 0:
             found.append(self._sock.recv(min(count, _CHUNK)))
             if not found[-1]:
                 raise EOFError("the other process ended")

@@ -7,7 +7,9 @@ the specs and the memory of all plain tensors, of which no byte is ever pickled.
 
 from __future__ import annotations
 
+import copyreg
 import io
+import operator
 import pickle
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
@@ -99,6 +101,22 @@ def parcel(value: Any, name: str) -> Parcel:
     return Parcel(file.getvalue(), pickler.tensors)
 
 
+class _Reducers(dict[type, Callable[..., pickling.Reduced]]):
+    """How values are reduced, by class. Pickle asks it without a call of Python for each value."""
+
+    def __missing__(self, kind: type) -> Callable[..., pickling.Reduced]:
+        if issubclass(kind, type):
+            raise KeyError(kind)  # classes have names
+        if issubclass(kind, Tensor):
+            return self[Tensor]
+        return _usual.setdefault(kind, copyreg.dispatch_table.get(kind, _as_usual))
+
+
+_as_usual = operator.methodcaller("__reduce_ex__", pickle.HIGHEST_PROTOCOL)
+_usual: dict[type, Callable[..., pickling.Reduced]] = {}
+"""How pickle itself reduces values, by class: those of messages are few."""
+
+
 class Packet(pickle.Pickler):
     """A message: its pickle, and what stands beside it."""
 
@@ -108,36 +126,40 @@ class Packet(pickle.Pickler):
         self.specs: list[Spec] = []  # the geometry of its tensors
         self.tensors: list[Tensor] = []  # without gaps; some may be part of a graph
         self.windows: list[Window] = []  # memory that it shares, of which descriptors travel
+        self.dispatch_table = own = _Reducers(_usual)
+        own[Tensor] = own[nn.Parameter] = self._tensor
+        own[Row], own[Window] = self._row, self._window
         self.dump(message)
         self.body = file.getvalue()
+        del self.dispatch_table  # which holds this object
 
-    def reducer_override(self, value: object) -> pickling.Reduced:
+    def _row(self, value: Row) -> pickling.Reduced:
+        begin, found = len(self.tensors), [t for t in value if t is not None]
+        grad = any([t.requires_grad for t in found])
+        if not found or grad or not self._take(found):
+            return Row, ([*value],)
+        present = None
+        if len(found) < len(value):
+            present = bytes([t is not None for t in value])
+        return _row, (begin, len(self.tensors), present)
+
+    def _window(self, value: Window) -> pickling.Reduced:
+        self.windows.append(value)
+        return _window, (len(self.windows) - 1,)
+
+    def _tensor(self, value: Tensor) -> pickling.Reduced:
         begin = len(self.tensors)
-        if type(value) is Row:
-            found = [t for t in value if t is not None]
-            grad = any([t.requires_grad for t in found])
-            if not found or grad or not self._take(found):
-                return Row, ([*value],)
-            present = None
-            if len(found) < len(value):
-                present = bytes([t is not None for t in value])
-            return _row, (begin, len(self.tensors), present)
-        if type(value) is Window:
-            self.windows.append(value)
-            return _window, (len(self.windows) - 1,)
-        if not isinstance(value, Tensor):
-            return NotImplemented
         if self._take([value]):
             return _tensor, (begin, value.requires_grad)
         if type(value) is not Tensor and type(value) is not nn.Parameter:
             return _reduce_subclass(value)
         if value.is_meta:
-            return NotImplemented
+            return _as_usual(value)
         plain = value.detach()
         if plain.is_nested or plain.is_quantized:
             return _reduce_whole(value)
         if plain.layout is not torch.strided:  # torch describes it by the plain ones it is made of
-            return _sparse, (*plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1], value.requires_grad)
+            return _sparse, (*_as_usual(plain)[1], value.requires_grad)
         # A copy has no gaps, and the same order of strides.
         self._take([plain.clone(memory_format=torch.preserve_format)])
         return _tensor, (begin, value.requires_grad)
