@@ -187,7 +187,8 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
                 write(value)
     wanted = [enabled for enabled, _ in context.autocast]
     current = [torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES]
-    rare = context.inference or context.anomaly[0] or context.cached
+    detects, nan = context.anomaly
+    rare = context.inference or detects or context.cached
     if not (rare or True in wanted or True in current):
         return torch.set_grad_enabled(context.grad)
     with contextlib.ExitStack() as stack:
@@ -196,10 +197,8 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
         for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
             cache = context.autocast_cache
             stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=cache))
-        if context.anomaly[0]:
-            stack.enter_context(
-                torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1])
-            )
+        if detects:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=nan))
         if context.cached:
             stack.enter_context(parametrize.cached())  # its end empties the cache
         return stack.pop_all()

@@ -82,9 +82,8 @@ def differentiate(
             leaf.grad = None  # a pass through a graph that was made of this one may have left some
         try:
             # Reentrant checkpoints inside the module refuse to be told what is wanted.
-            torch.autograd.backward(
-                outputs, given, retain_graph=keep, inputs=wanted if partial else None
-            )
+            only = wanted if partial else None
+            torch.autograd.backward(outputs, given, retain_graph=keep, inputs=only)
             row = [leaf.grad for leaf in wanted]
         finally:
             for leaf in leaves:

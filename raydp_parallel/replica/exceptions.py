@@ -115,11 +115,9 @@ def caught(records: Iterable[warnings.WarningMessage]) -> tuple[CaughtWarning, .
 
 def warn_again(found: Iterable[CaughtWarning]) -> None:
     """Warn again in the driver, whose filters decide."""
-    for warning in found:
-        category: type[Warning] = _loaded(warning.category) or UserWarning
-        warnings.warn_explicit(
-            warning.text, category, warning.filename, warning.lineno, registry=_registry
-        )
+    for kind, text, file, line in found:
+        category: type[Warning] = _loaded(kind) or UserWarning
+        warnings.warn_explicit(text, category, file, line, registry=_registry)
 
 
 def _pickled(value: object) -> bytes | None:

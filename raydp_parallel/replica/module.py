@@ -169,8 +169,10 @@ class ReplicaModule:
         views = self._run.views
         contents = {slot: views[slot] for slot in news.versions if slot in views}
         contents.update(zip(news.slots, update.contents, strict=True))
-        for slot, spec in news.specs.items():
+        if news.specs:  # nothing may hold the memory of before
             self._form = self._next = None
+            self._kept.pop(None, None)
+        for slot, spec in news.specs.items():
             one = self._tracked.setdefault(slot, _Tracked(spec, _NOTHING))
             one.spec = spec
             if spec.window is not None:

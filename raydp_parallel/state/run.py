@@ -151,15 +151,16 @@ def touch(records: Iterable[Tracked]) -> None:
         one.seen = -1, one.seen[1], one.seen[2]
 
 
+def _rank(one: Tracked) -> tuple[object, ...]:
+    return one.tensor.nbytes >= SMALL, one.kind == "parameter", str(one.tensor.dtype)
+
+
 class StateRun:
     """Contents of plain tensors of one device, laid out at a revision, its key."""
 
     def __init__(self, key: int, records: Iterable[Tracked], device: torch.device) -> None:
-        by_dtype = sorted(records, key=lambda one: str(one.tensor.dtype))
         # In the order in which they lie: small ones, of which buffers come first, then large ones.
-        self.records = sorted(
-            by_dtype, key=lambda one: (one.tensor.nbytes >= SMALL, one.kind == "parameter")
-        )
+        self.records = sorted(records, key=_rank)
         tensors = [one.tensor for one in self.records]
         slots = tuple([one.slot for one in self.records])
         self._small = sum([t.nbytes < SMALL for t in tensors])
