@@ -70,7 +70,7 @@ class Probe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Record from the middle of one call to that of the next."""
-        # The interpreter keeps the recorder: a module's attributes are put back.
+        # The interpreter keeps the recorder: each forward has a module of its own.
         entered = getattr(sys.getprofile(), "entered", None)
         sys.setprofile(None)
         if entered is not None:

@@ -50,7 +50,7 @@ class Fake:
         self.now += 0.3
         self.recorder.called(index)
         self.now += 0.7
-        self.recorder.answered(index, rows, 0.6, 2_000_000, 1_000_000, "ResNet")
+        self.recorder.answered(index, 0.6, [2_000_000, 1_000_000], (rows, "ResNet"))
         self.recorder.totals.forwards += 1
 
     def stats(self) -> ExecutorStats:

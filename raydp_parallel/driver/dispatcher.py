@@ -400,10 +400,8 @@ class Dispatcher:
             pending.gone = str(gone)
             return None
         slot.pending = None
-        sent, got = client.moved
+        self._set.recorder.answered(slot.index, answer.busy, client.moved, call.work)
         client.moved[:] = 0, 0
-        rows, name = call.work
-        self._set.recorder.answered(slot.index, rows, answer.busy, sent, got, name)
         return pending.answer
 
     def ask(self, call: Call, slot: ReplicaSlot | None = None, attempt: int = 0) -> Answer | None:

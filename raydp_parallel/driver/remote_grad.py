@@ -37,7 +37,7 @@ class Stand:
     forbids for tensors that are swapped.
     """
 
-    fetch: Callable[[Stand], Tensor]  # lets this one, and perhaps others, have the value
+    fetch: Fetch  # lets this one, and perhaps others, have the value
     known: Tensor | None = None  # the value, once it was fetched
     touched: bool = False  # the program may have written to the value
     zeroed: bool = False  # it is zero, whatever the replicas keep
@@ -47,6 +47,9 @@ class Stand:
         self.known, self.touched, self.zeroed = None, False, False
 
 
+Fetch = Callable[[Stand], Tensor]
+
+
 class RemoteGrad(StandIn):
     """Stands in ``parameter.grad`` for the sum of what the replicas keep. The first operation on it
     fetches that.
@@ -54,7 +57,7 @@ class RemoteGrad(StandIn):
 
     stand: Stand
 
-    def __new__(cls, like: Tensor, fetch: Callable[[Stand], Tensor]) -> RemoteGrad:
+    def __new__(cls, like: Tensor, fetch: Fetch) -> RemoteGrad:
         """Make one for a parameter."""
         made: RemoteGrad = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device

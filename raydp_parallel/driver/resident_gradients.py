@@ -18,7 +18,7 @@ from torch import Tensor
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
-from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
+from raydp_parallel.driver.remote_grad import Fetch, RemoteGrad, Stand
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.messages import GradientsRequest
@@ -66,9 +66,7 @@ class Gradients:
     ``.grad``.
     """
 
-    def __init__(
-        self, executor: Executor, master: Master, bring: Callable[[Stand], Tensor]
-    ) -> None:
+    def __init__(self, executor: Executor, master: Master, bring: Fetch) -> None:
         self._executor, self._master, self._bring = executor, master, bring
         self.sums: dict[Tensor, Sum] = {}  # by parameter: one that leaves takes its own along
         self._kept: dict[int, Kept] = {}  # by chunk

@@ -80,12 +80,11 @@ class Recorder:
             now = self._clock()
             self._counts[index]["waiting"] += now - self._free.pop(index, now)
 
-    def answered(
-        self, index: int, rows: int, busy: float, sent: int, received: int, model: str = ""
-    ) -> None:
+    def answered(self, index: int, busy: float, moved: list[int], work: tuple[int, str]) -> None:
         """Count a call that ended: the seconds of its work, and bytes to and from the replica. A
         forward has rows, and the name of its module.
         """
+        (sent, received), (rows, model) = moved, work
         with self._lock:
             self._free[index] = self._clock()
             new = {"calls": bool(rows or model), "rows": rows, "busy": busy}

@@ -37,6 +37,9 @@ _TRAINED = (
     "let the module write to a buffer"
 )
 
+Spread = Callable[[Tensor], None]
+"""Copies a part of the run to all members of a group, or from its root."""
+
 _NOTHING = torch.empty(0, device="cpu")
 
 
@@ -149,7 +152,7 @@ class ReplicaModule:
 
     # The master's state.
 
-    def update(self, update: StateUpdate, spread: Callable[[Tensor], None] | None) -> None:
+    def update(self, update: StateUpdate, spread: Spread | None) -> None:
         """Take the master's changes over.
 
         Args:
@@ -203,9 +206,7 @@ class ReplicaModule:
         set_versions([self._tracked[slot].tensor for slot in news.versions], news.versions.values())
         self.revision = update.revision
 
-    def _bring(
-        self, news: StateNews, update: StateUpdate, spread: Callable[[Tensor], None] | None
-    ) -> None:
+    def _bring(self, news: StateNews, update: StateUpdate, spread: Spread | None) -> None:
         """Bring what changed of the run to this replica's memory. In memory of the driver's that
         this replica computes in, it is there.
         """
