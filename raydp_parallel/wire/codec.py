@@ -53,13 +53,9 @@ def _row(begin: int, after: int, present: bytes | None) -> Row:
 
 def decode(data: bytes, row: list[Tensor], windows: Sequence[Window], device: torch.device) -> Any:
     """Rebuild a value around its tensors, on a device."""
-
-    def loaded() -> Any:
-        _opening.set((row, windows, device))
-        return pickle.loads(data)
-
-    # A value's own __setstate__ may open another one, and Ctrl-C may come before a reset.
-    return copy_context().run(loaded)
+    opened = copy_context()  # a value's own __setstate__ may open another one
+    opened.run(_opening.set, (row, windows, device))
+    return opened.run(pickle.loads, data)
 
 
 class StandIn(Tensor):
