@@ -272,9 +272,8 @@ class Backward:
             self._given[i] = [(one.parts[i].graph, sorted(grads.items())) for one, grads in calls]
         self._kept = set[int]()  # the leaves whose gradients stay in the replicas
         self._graphs: dict[int, RemoteGraph] = {}  # that are made under create_graph, by chunk
-        keep = torch.is_grad_enabled()
-        keep = keep or torch._C._autograd._get_current_graph_task_keep_graph()
-        self._keep = keep or any(one.shared for one in stash)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._keep = keep or torch.is_grad_enabled() or any(one.shared for one in stash)
 
     def collect(self, captured: bool) -> list[Tensor | None]:
         """First order: sum the chunks' gradients. If they are captured, the program gets them, and

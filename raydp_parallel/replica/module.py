@@ -269,10 +269,8 @@ class ReplicaModule:
                 finds what it found first.
             report: True if `end` reports writes.
         """
-        if overlay:
-            state = self._make(overlay)
-        else:
-            state, self._next = self._next or self._make({}), None
+        state = (None if overlay else self._next) or self._make(overlay)
+        self._next = None
         fresh = {slot: state.tensors[slot] for slot in state.form.fresh}
         set_versions(fresh.values(), [self._tracked[slot].version for slot in fresh])
         state.versions = versions_of(state.tensors.values())
