@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.metadata
 import json
 import os
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -206,6 +208,24 @@ def show(report: Report) -> None:
         word = "met" if asked.met else "NOT MET"
         print(f"  {asked.what}: {shown(asked.value)}, asked at most {shown(asked.limit)}: {word}")
     print(*(f"  {note}" for note in report.notes), sep="\n", flush=True)
+
+
+def on_standin(name: str) -> None:
+    """Let a benchmark's process begin again with the stand-in GPUs of the tests, and replicas be
+    processes that it forks.
+    """
+    for part in ("device", "support"):
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / part))
+    standin = importlib.import_module("standin")
+    if standin.lib is None:
+        print("this runs on stand-in GPUs, and no time means anything", flush=True)
+        standin.give()
+        os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    forked = importlib.import_module("forked")
+    trial = importlib.import_module("raydp_parallel.wire.trial")
+    trial.SIZES[:], trial._PRODUCTS = [1 << 16], 1
+    forked.start()
+    forked.use(True)
 
 
 def alone(run: Callable[[Effort], Report]) -> None:

@@ -3,7 +3,7 @@
 `python -m benchmarks.on_gpu` takes at most eight minutes on one GPU, prints a table and writes
 ``on_gpu.json``: send us both. It compares the plain module, `nn.DataParallel`, DDP where there are
 two GPUs or more, and this package in place and with replicas by each way. Without a GPU it runs on
-the fake one of the tests, small, which shows that it runs, and nothing of speed.
+the stand-in of the tests, small, which shows that it runs, and nothing of speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import platform
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -29,10 +28,10 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measure import Table, as_text
+from benchmarks.measure import Table, as_text, on_standin
 from benchmarks.nets import RowLosses, perceptron, resnet50
 
-REAL = torch.cuda.is_available()
+REAL = torch.cuda.is_available() and "STANDIN_LIBRARY" not in os.environ
 STEPS, WARM = (20, 4) if REAL else (2, 1)
 HOWS = ("evaluated", "smaller", "streamed")
 """Ways to train."""
@@ -184,7 +183,7 @@ def contender(name: str, net: nn.Module, gpus: int) -> Iterator[tuple[nn.Module,
         ids = json.loads(places)
         # More replicas than GPUs share them.
         share = 1.0 if len(ids) <= gpus else gpus / len(ids)
-        ways = "auto" if way == "auto" and REAL else ("host",)
+        ways = "auto" if way == "auto" else ("host",)
         options = Options(gpu_paths=ways, gpus_per_replica=share, metrics=False)
         with Executor(ids, options=options) as executor:
             yield DataParallel(net, executor=executor), executor
@@ -237,53 +236,45 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("on_gpu.json"))
     chosen = parser.parse_args()
     end = time.monotonic() + chosen.seconds
-    with contextlib.ExitStack() as stack:
-        if not REAL:
-            print("no GPU here: this runs on the fake GPU of the tests, and no time means anything")
-            import pytest
-
-            sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-            from fake_gpu import installed, near_replicas
-
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            near_replicas(stack.enter_context(installed(2)), patch, ipc=True)
-        gpus = torch.cuda.device_count()
-        rows: list[dict[str, Any]] = []
-        for load_name, load in loads().items():
-            torch.manual_seed(0)
-            start, batch = load.make(), load.batch()
-            first = None
-            for name in names(gpus):
-                row: dict[str, Any] = {"load": load_name, "contender": name}
-                rows.append(row)
-                if time.monotonic() > end:
-                    row["failed"] = "no time was left"
+    if not REAL:
+        on_standin("on_gpu")
+    gpus = torch.cuda.device_count()
+    rows: list[dict[str, Any]] = []
+    for load_name, load in loads().items():
+        torch.manual_seed(0)
+        start, batch = load.make(), load.batch()
+        first = None
+        for name in names(gpus):
+            row: dict[str, Any] = {"load": load_name, "contender": name}
+            rows.append(row)
+            if time.monotonic() > end:
+                row["failed"] = "no time was left"
+                continue
+            try:
+                if name == "DDP":
+                    row.update(ddp(load_name, gpus))
                     continue
-                try:
-                    if name == "DDP":
-                        row.update(ddp(load_name, gpus))
-                        continue
-                    net = copy.deepcopy(start).cuda()
-                    own = batch[0].cuda(), batch[1].cuda()
-                    before = torch.cuda.mem_get_info()[0]
-                    with contender(name, net, gpus) as (model, executor):
-                        free = torch.cuda.mem_get_info()[0]
-                        step = stepper(model, load, own, name.rpartition(" ")[2])
-                        row.update(measured(step, executor))
-                        after = torch.cuda.mem_get_info()[0]  # NCCL took its own with the first one
-                        row["gpu_mb"], row["steps_mb"] = before - after >> 20, free - after >> 20
-                except Exception as error:
-                    row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                first = row if first is None else first
-                if "last_loss" in row and "last_loss" in first:
-                    row["deviation"] = abs(row["last_loss"] - first["last_loss"])
-                model = executor = net = own = step = None  # type: ignore[assignment]
-                gc.collect()
-                torch.cuda.ipc_collect()
-                if REAL:
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-        device = torch.cuda.get_device_properties(0).name if REAL else "a fake GPU"
+                net = copy.deepcopy(start).cuda()
+                own = batch[0].cuda(), batch[1].cuda()
+                before = torch.cuda.mem_get_info()[0]
+                with contender(name, net, gpus) as (model, executor):
+                    free = torch.cuda.mem_get_info()[0]
+                    step = stepper(model, load, own, name.rpartition(" ")[2])
+                    row.update(measured(step, executor))
+                    after = torch.cuda.mem_get_info()[0]  # NCCL took its own with the first one
+                    row["gpu_mb"], row["steps_mb"] = before - after >> 20, free - after >> 20
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            first = row if first is None else first
+            if "last_loss" in row and "last_loss" in first:
+                row["deviation"] = abs(row["last_loss"] - first["last_loss"])
+            model = executor = net = own = step = None  # type: ignore[assignment]
+            gc.collect()
+            torch.cuda.ipc_collect()
+            if REAL:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+    device = torch.cuda.get_device_properties(0).name if REAL else "a stand-in"
     about = {"date": str(date.today()), "device": device, "gpus": gpus, "torch": torch.__version__}
     about["python"] = platform.python_version()
     columns = ["ms", "busy_ms", "driver_cpu_ms", "replica_cpu_ms", "mb_in", "mb_out"]

@@ -12,6 +12,13 @@ using namespace gpu;
 extern "C" {
 extern _object* PyExc_RuntimeError;
 void PyErr_SetString(_object*, const char*);
+void PyErr_Print();
+_object* PyObject_CallNoArgs(_object*);
+int PyObject_IsTrue(_object*);
+void Py_IncRef(_object*);
+void Py_DecRef(_object*);
+int PyGILState_Ensure();
+void PyGILState_Release(int);
 }
 
 // Calls a function whose errors become Python's: ctypes passes none of C++'s on.
@@ -54,6 +61,23 @@ int standin_choose(int device) {
 }
 int64_t standin_stream(int device) { return chosen[number(device)]; }
 void standin_choose_stream(int device, int64_t id) { chosen[device] = id; }
+
+// Queues work that is asked, again and again, whether it has ended.
+void standin_queue(int device, int64_t id, _object* ended) {
+  Lock lock;
+  Py_IncRef(ended);
+  queue(device, id).add_polled([ended] {
+    int gil = PyGILState_Ensure();
+    _object* said = PyObject_CallNoArgs(ended);
+    if (!said) PyErr_Print();
+    bool over = !said || PyObject_IsTrue(said);
+    if (said) Py_DecRef(said);
+    if (over) Py_DecRef(ended);
+    PyGILState_Release(gil);
+    return over;
+  });
+}
+void* standin_kernels_address(void* at) { return behind(at); }
 double standin_elapsed(void* one, void* other) {
   return told([&] { return Guard().elapsedTime(one, other, 0); });
 }

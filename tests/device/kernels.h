@@ -414,7 +414,7 @@ class Call {
   void now(bool waits) {
     Queue& queue = gpu::queue(device_);
     if (waits) wait(queue);
-    else queue.run(queue.asked);
+    else queue.finish(queue.asked);
     check_whole();
     Stack values = arguments();
     std::vector<std::pair<Tensor, Tensor>> outputs;  // of the device, and what they become

@@ -38,20 +38,38 @@ constexpr size_t kUsable = kBytes - kCounters * sizeof(int64_t);
 // may be the last to hold an object of Python's.
 class Lock {
  public:
-  Lock() {
-    if (mutex().try_lock()) return;
-    auto* thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-    mutex().lock();
-    if (thread) PyEval_RestoreThread(thread);
-  }
-  ~Lock() { mutex().unlock(); }
+  Lock() { take(1); }
+  ~Lock() { give(); }
   Lock(const Lock&) = delete;
 
+  static void pause() {  // lets other threads have it
+    int times = depth;
+    for (int n = 0; n < times; ++n) give();
+    auto* thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    usleep(100);
+    if (thread) PyEval_RestoreThread(thread);
+    take(times);
+  }
+
  private:
+  static void take(int times) {
+    if (times && !mutex().try_lock()) {
+      auto* thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+      mutex().lock();
+      if (thread) PyEval_RestoreThread(thread);
+    }
+    for (int n = 1; n < times; ++n) mutex().lock();
+    depth += times;
+  }
+  static void give() {
+    --depth;
+    mutex().unlock();
+  }
   static std::recursive_mutex& mutex() {
     static auto* one = new std::recursive_mutex;
     return *one;
   }
+  static inline thread_local int depth = 0;
 };
 
 struct Queue;
@@ -106,29 +124,39 @@ struct Queue {
   int device;
   int64_t id, asked = 0, done = 0;
   bool busy = false;
-  std::deque<std::function<void()>> works;
+  std::deque<std::function<bool()>> works;  // false: others have to do something before
 
-  int64_t add(std::function<void()> work) {
+  int64_t add_polled(std::function<bool()> work) {
     works.push_back(std::move(work));
     return ++asked;
   }
+  int64_t add(std::function<void()> work) {
+    return add_polled([work = std::move(work)] { return work(), true; });
+  }
 
-  void run(int64_t position) {  // what was asked for up to there
+  bool run(int64_t position) {  // what was asked for up to there; tells if that is done
     while (done < position && !works.empty() && !busy) {
-      auto work = std::move(works.front());
-      works.pop_front();
+      bool ended = true;
       busy = true;
       try {
-        work();
+        ended = works.front()();
       } catch (const c10::Error& e) {
         state().failed = e.what_without_backtrace();
       } catch (const std::exception& e) {
         state().failed = e.what();
       }
       busy = false;
+      if (!ended) return false;
+      auto over = std::move(works.front());
+      works.pop_front();
       ++done;
       state().clock += 0.01;
     }
+    return done >= position;
+  }
+
+  void finish(int64_t position) {  // as long as it takes
+    while (!run(position) && !busy) Lock::pause();
   }
 };
 
@@ -144,14 +172,14 @@ inline void wait(Queue& queue, int64_t position) {
     for (auto& chip : state().chips)
       for (auto& [_, other] : chip.queues)
         if (other.get() != &queue) other->run(other->asked);
-  queue.run(position);
+  queue.finish(position);
   check_whole();
 }
 inline void wait(Queue& queue) { wait(queue, queue.asked); }
 
 // A queue goes on only when another one has come so far.
 inline void wait_for(Queue& queue, Queue& other, int64_t position) {
-  if (&queue != &other) queue.add([&other, position] { other.run(position); });
+  if (&queue != &other) queue.add_polled([&other, position] { return other.run(position); });
 }
 
 inline thread_local int current = 0;

@@ -65,7 +65,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     Lock lock;
     wait(queue(number(index), 0));
-    for (auto& [_, one] : chip(number(index)).queues) one->run(one->asked);
+    for (auto& [_, one] : chip(number(index)).queues) one->finish(one->asked);
     check_whole();
   }
 

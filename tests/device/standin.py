@@ -60,11 +60,16 @@ def _compiler() -> str:
     return found
 
 
-def install() -> None:
-    """Let this process, before it imports torch, and all that it starts have the device."""
+def give() -> None:
+    """Let all Pythons that this process starts have the device."""
     os.environ[LIBRARY] = str(build())
     path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
+
+
+def install() -> None:
+    """Let this process, before it imports torch, have it, too."""
+    give()
     hook()
 
 
@@ -100,6 +105,8 @@ def _load(_: ModuleType) -> None:
     for name, result, *arguments in (
         ("stream", word, number),
         ("choose_stream", None, number, word),
+        ("queue", None, number, word, ctypes.py_object),
+        ("kernels_address", ctypes.c_void_p, ctypes.c_void_p),
         ("number", word, text, number),
         ("switch", None, text, number),
         ("generator", ctypes.py_object, number),
@@ -257,6 +264,7 @@ def _finish(torch: Any) -> None:
     cuda.device_count = lambda: lib.standin_count()  # not cached: forked processes differ
     cuda._get_device_properties = _properties
     torch.backends.cudnn.is_acceptable = lambda tensor: False  # without a warning
+    torch.distributed.ProcessGroupNCCL = importlib.import_module("nccl").ProcessGroupNCCL
     # Forms that are written in Python import the compiler; those in C++ lie below them.
     torch._meta_registrations._meta_lib_dont_use_me_use_register_meta._destroy()
 

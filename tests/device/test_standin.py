@@ -238,6 +238,57 @@ def test_memory_in_two_processes() -> None:
     assert standin.number("awaiting") == 0
 
 
+MEMBER = """
+import sys, threading, torch
+from torch import distributed as dist
+path, rank = sys.argv[1], int(sys.argv[2])
+group = dist.ProcessGroupNCCL(dist.FileStore(path, 2), rank, 2, dist.ProcessGroupNCCL.Options())
+def give(sent):
+    got = torch.empty_like(sent)
+    return got, group.alltoall_base(got, sent, [], [], dist.AllToAllOptions())
+def until_done(work):
+    while not work.is_completed():
+        pass
+sent = torch.full((2,), rank + 1.0).cuda()
+got, work = give(sent)
+"""
+MEMBERS = {
+    "until_done(work); work.wait(); print(got.tolist())": "[1.0, 2.0]",
+    "work.wait(); print(got.tolist())": "[1.0, 2.0]",
+    "print(got.tolist()); until_done(work)": "[nan, nan]",
+    """
+with torch.cuda.stream(torch.cuda.Stream()):
+    sent *= 2  # which is not waited for
+until_done(work); torch.cuda.synchronize(); print(got.tolist())
+""": "[1.0, 2.0]",
+    """
+work.wait()
+if rank == 0:
+    got, work = give(sent)  # the other one does not come
+    print([work.is_completed() for _ in range(9)][-1])
+    threading.Timer(0.1, group.abort).start()
+    torch.cuda.synchronize()
+    print(work.is_completed())
+    give(sent)
+""": "False True NCCL communicator was aborted",
+}
+
+
+@pytest.mark.parametrize("code", MEMBERS)
+def test_nccl(tmp_path: Any, code: str) -> None:
+    """Works in a stream behind the caller's, until all have come, or it is aborted."""
+    both = []
+    for rank in ("0", "1"):
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": rank}
+        command = [sys.executable, "-c", MEMBER + code, str(tmp_path / "store"), rank]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        both.append(subprocess.Popen(command, env=env, **pipes))
+    out, error = both[0].communicate(timeout=100)
+    both[1].communicate(timeout=100)
+    said = [*out.split(), *error.splitlines()[-1:]]
+    assert " ".join(said).replace("torch.distributed.DistBackendError: ", "") == MEMBERS[code]
+
+
 def _moved(value: Any, device: str, form: Any) -> Any:
     def one(t: Any) -> Any:
         if not isinstance(t, Tensor):
