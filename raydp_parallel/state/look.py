@@ -340,12 +340,17 @@ def _reduce_script(module: torch.jit.ScriptModule) -> tuple[object, ...]:
 
 def _load_script(saved: bytes, tensors: dict[str, Tensor]) -> torch.jit.ScriptModule:
     if saved not in _building.kept:
-        _building.kept[saved] = torch.jit.load(io.BytesIO(saved))
-    module = copy.deepcopy(_building.kept[saved])  # whose code torch has optimized already
+        nothing = dict.fromkeys(tensors, torch.empty(0, device="cpu"))
+        _building.kept[saved] = _with(torch.jit.load(io.BytesIO(saved)), nothing)
+    # Torch has optimized its code already.
+    return _with(copy.deepcopy(_building.kept[saved]), tensors)
+
+
+def _with(module: torch.jit.ScriptModule, tensors: Mapping[str, Tensor]) -> torch.jit.ScriptModule:
     for path, tensor in tensors.items():
         *parents, name = path.split(".")
         setattr(functools.reduce(getattr, parents, module), name, tensor)
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 def _enter_recorded(module: nn.Module) -> None:
