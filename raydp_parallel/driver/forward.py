@@ -143,7 +143,7 @@ class ForwardCall(Call):
             key=None if self.makes is None else self.makes.key,
             arguments=self._arguments,
             seed=settings.seed,
-            overlay=self.overlay,
+            overlay=None if self.overlay is None else {**self.overlay},
             asked=tuple([self.model.records[id(t)].slot for t in asked]),
             refs=tuple(self.refs),
         )
@@ -290,7 +290,7 @@ class Forward:
                         keep, master = call.makes is not None, call.model
                         written[master] = master.write_back(answer.writes, keep)
                 for call in self.calls:
-                    call.overlay = written.get(call.model, {})
+                    call.overlay = call.model.overlay(written.get(call.model, {}))
                 executor.dispatcher.effects(self.flight, answers)
             rows: list[list[Tensor]] = []
             lend = lend and not batch.registered

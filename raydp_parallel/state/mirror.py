@@ -61,6 +61,12 @@ Contents = dict[int, Tensor]
 """Contents of tensors, by slot."""
 
 
+class Overlay(Contents):
+    """Contents that a forward found, of what replicas have written to since then: with these it may
+    run again.
+    """
+
+
 class Master:
     """A module in the driver."""
 
@@ -74,6 +80,7 @@ class Master:
         self.resident: Any = None  # trains it in the replicas; None if nothing does
         self.edited = False  # the program has changed a parameter that is trained there
         self.alike = True  # replicas may add gradients: chunks had them of the same parameters
+        self._overlays = weakref.WeakValueDictionary[int, Overlay]()  # of forwards so far
         self._looked = 0  # the revision before the last look
         self._runs: dict[bool, StateRun] = {}  # by whether replicas map the large tensors
         self._updates: dict[tuple[int, bool, bool], StateUpdate] = {}  # to the state of now
@@ -396,7 +403,11 @@ class Master:
             rows = [row for row in rows if since.get(row[0]) == now[row[0]]]
         records = [one for one, *_ in rows]
         tensors = [one.tensor for one in records]
-        before = self._copied(records) if keep else {}
+        overlays = [*self._overlays.values()]
+        before = self._copied(records) if keep or overlays else {}
+        for overlay in overlays:
+            for slot, value in before.items():
+                overlay.setdefault(slot, value)
         touch(records)
         versions = versions_of(tensors)
         into, values = [], []
@@ -417,6 +428,12 @@ class Master:
         if since is not None:  # the graph may be used again
             since.update(self.mark(records))
         return before
+
+    def overlay(self, before: Contents) -> Overlay:
+        """Make one, to which later writes add what they replace."""
+        made = Overlay(before)
+        self._overlays[id(made)] = made
+        return made
 
     def _copied(self, records: list[Tracked]) -> Contents:
         """Copy tensors, plain ones at once: on a GPU each clone is a launch."""

@@ -585,6 +585,31 @@ def test_T2_a_death_after_weights_were_read(killable: Executor) -> None:
     assert same(*results)
 
 
+def test_T2_a_buffer_that_only_the_second_forward_writes_to(killable: Executor) -> None:
+    """The first one finds again what it found."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        out: Tensor = net.layer(x) * net.scale.clone()
+        if x[0, 0] > 1:
+            net.scale += 1
+        return out
+
+    results = []
+    for deadly in (False, True):
+        killable.grow()
+        made = made_of(layer=(6, 2), scale=lambda: nn.Buffer(torch.ones(())))
+        model, optimizer = small(killable, make=made(forward))
+        for value in (1.0, 2.0, 2.0):
+            loss = model(torch.full((4, 6), value)).sum()
+            if deadly and value == 2:
+                killable.grow()
+                kill(killable, 1)
+            loss.backward()
+        optimizer.step()
+        results.append(held(model, optimizer))
+    assert same(*results)
+
+
 def test_T2_a_norm_that_is_interrupted(killable: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not made again: what the program loads then is what it goes on from."""
     killable.grow()
