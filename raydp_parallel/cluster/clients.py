@@ -137,8 +137,7 @@ class NearClient(ActorClient):
         self._process = os.pidfd_open(hello.pid)
         weakref.finalize(self, os.close, self._process).atexit = False
         self._log = os.path.realpath(f"/proc/{hello.pid}/fd/2")
-        self._end, self._poll = select.poll(), select.poll()
-        self._end.register(self._process, select.POLLIN)
+        self._poll = select.poll()
         # Children of a replica may hold its end of the socket open when it has ended.
         self._poll.register(self._process, select.POLLIN)
         self._poll.register(sock, select.POLLIN)
@@ -177,13 +176,15 @@ class NearClient(ActorClient):
         """Tell if an answer comes, or the process ends, within some seconds."""
         return self.unsent != 0 or bool(self._poll.poll(seconds * 1e3))
 
-    def alive(self) -> bool:
-        """Tell if it still runs, without waiting."""
-        return not self._end.poll(0)
+    def alive(self, seconds: float = 0) -> bool:
+        """Tell if it still runs, and will in some seconds."""
+        end = select.poll()  # of this thread: others may ask, too
+        end.register(self._process, select.POLLIN)
+        return not end.poll(seconds * 1e3)
 
     def ended(self) -> str:
         """Say how the process ended, which Linux knows since 6.15, and where its log is."""
-        self._end.poll(_GRACE * 1e3)  # its sockets end before
+        self.alive(_GRACE)  # its sockets end before
         how, info = "", bytearray(_INFO.pack(_EXIT, 0))
         with contextlib.suppress(OSError, ValueError):  # an older Linux; a signal without a name
             fcntl.ioctl(self._process, _GET_INFO, info)
@@ -208,7 +209,7 @@ class NearClient(ActorClient):
         5 s for a stopped process.
         """
         self.kill()
-        if not self._end.poll(_GRACE * 1e3):
+        if self.alive(_GRACE):
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
 

@@ -117,14 +117,14 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: Group) -> boo
         if group.nccl and pending.gone is None and not slot.client.ready(left):
             problem = f"{slot} hangs in NCCL. {_REMEDY}"
             executor.replica_set.lost(slot, pending.life, "join", problem)
-        answer = dispatcher.receive(pending)
-        if answer is None:
+            dispatcher.receive(pending)
+        elif (answer := dispatcher.receive(pending)) is None:
             died = f"{slot} died"
         elif answer.failure is not None and answer.failure.name.endswith("Abandoned"):
             late = answer.failure.text.splitlines()[-1]
         elif answer.failure is not None:
             problem = answer.failure.text.splitlines()[-1]
-    why = problem or died or late
+    why = died or problem or late  # a death may be why another one hangs
     if group.nccl and why:
         executor.failed_joins += 1 if why == died else _MOST_JOINS
         again = executor.failed_joins < _MOST_JOINS

@@ -205,6 +205,10 @@ inline void foreach_copy_(at::TensorList into, at::TensorList from, bool later) 
     }
     return;
   }
+  const auto type = into[0].scalar_type();
+  for (auto lacking : {at::kUInt16, at::kUInt32, at::kUInt64, at::kComplexHalf})
+    TORCH_CHECK_NOT_IMPLEMENTED(type != lacking, "\"foreach_tensor_copy\" not implemented for '",
+                                toString(type), "'");
   Lock lock;
   std::vector<Tensor> targets, sources;
   for (const Tensor& t : into) targets.push_back(lowered(t));

@@ -49,7 +49,7 @@ class ProcessGroupNCCL:
     Options = type("Options", (), {})
 
     def __init__(self, store: Any, rank: int, size: int, _: Any) -> None:
-        self._rank, self._aborted, self._how = rank, False, os.environ.get("NCCL_STANDIN")
+        self._rank, self._aborted, self._how = rank, False, standin.fault()
         self._stream: Any = None
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]

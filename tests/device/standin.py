@@ -136,6 +136,11 @@ def switch(name: str, value: bool) -> None:
     lib.standin_switch(name.encode(), value)
 
 
+def fault() -> str:
+    """Name what is to go wrong: replicas get this variable, as they do all that are NCCL's."""
+    return os.environ.get("NCCL_STANDIN", "")
+
+
 def _fill(torch: Any) -> None:
     """Give torch what its build left out, before `torch.cuda` looks for it."""
     core = torch._C
@@ -232,6 +237,7 @@ class _Runtime:
 
     @staticmethod
     def cudaHostRegister(address: int, size: int, flags: int) -> int:
+        switch("no_register", fault() == "unregistered")
         return int(lib.standin_register(address, size))
 
     @staticmethod
@@ -259,6 +265,8 @@ def _properties(device: int) -> SimpleNamespace:
 def _finish(torch: Any) -> None:
     """Change what torch has found out, and its storages, once it is imported."""
     cuda, plain = torch.cuda, torch.UntypedStorage.__new__
+    allocates = [os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")]
+    cuda.memory._set_allocator_settings = lambda text: allocates.__setitem__(0, text)
     cuda._queued_calls.clear()  # checks of the machine's driver
     cuda._device_count_nvml = lambda: -1
     cuda.device_count = lambda: lib.standin_count()  # not cached: forked processes differ
@@ -283,6 +291,8 @@ def _finish(torch: Any) -> None:
         return storage
 
     def export(storage: Any, *_: Any) -> tuple[Any, ...]:
+        if "expandable_segments:True" in allocates[0]:
+            raise RuntimeError("pidfd_getfd: Operation not permitted")
         handle = (ctypes.c_int64 * 3)()
         lib.standin_export(storage._cdata, handle)
         device, (fd, at, count) = storage.device.index, handle
@@ -293,6 +303,8 @@ def _finish(torch: Any) -> None:
         pid, fd, at, physical = map(int, memory.split())
         if lib.standin_physical(device) != physical:
             raise RuntimeError("CUDA error: the memory lies on another GPU")
+        if fault() == "lossy":
+            return new(torch.UntypedStorage, size, device="cuda")
         return lib.standin_open(pid, fd, at, size, count, device).untyped_storage()
 
     def read(counts: bytes, count: int, *_: Any, **__: Any) -> None:

@@ -327,3 +327,12 @@ def test_closing_waits_for_nobody_that_hangs(another: bool) -> None:
     if another:
         thread.join()
         assert len(errors) == 1
+
+
+def test_threads_ask_at_once_whether_a_replica_runs(two: Executor) -> None:
+    """One ends it while another one says how it ended."""
+    client: Any = two.slots(["cpu"])[0].client
+    with ThreadPoolExecutor(1) as pool:
+        saying = pool.submit(client.ended)
+        while not saying.done():
+            assert client.alive()
