@@ -252,7 +252,7 @@ def set_state(value: object, state: Any) -> None:
         object.__setattr__(value, name, part)
 
 
-_ADVICE = "Leave it out, make it where it is used, or give its class a __reduce__"
+_ADVICE = ". Leave it out, make it where it is used, or give its class a __reduce__"
 
 
 def dumps(value: object) -> bytes:
@@ -270,8 +270,7 @@ def unsendable(value: object, path: str, error: Exception) -> TransferError:
 def refuse_unloadable(value: object, path: str, cause: Exception, error: str) -> None:
     """Raise an error for a value that a replica could not load, if it cannot be loaded here."""
     if not _works(_reload, value):
-        what = f"can be pickled, but not loaded in another process: {error}"
-        raise _blaming(value, path, _reload, what) from cause
+        raise _blaming(value, path, _reload, f"can be pickled, but not loaded: {error}") from cause
 
 
 def _reload(value: object) -> object:
@@ -297,7 +296,8 @@ def _blaming(
                 path, value = path + name, part
                 break
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return TransferError(f"{path.lstrip('.')} is a {kind}, which {what}. {_ADVICE}")
+    advice = "" if isinstance(value, (types.GeneratorType, Tensor)) else _ADVICE  # `what` has it
+    return TransferError(f"{path.lstrip('.')} is a {kind}, which {what}{advice}")
 
 
 def _parts(value: object) -> list[tuple[str, object]]:

@@ -73,15 +73,15 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a module on meta": (lambda: DataParallel(Net().to("meta"), CPUS), "to_empty.*before"),
     "a generator in the module": (
         with_generator,
-        r"module.stream is a .*generator.*a list or a tuple",
+        r"module.stream is a .*generator.*a tuple, instead of yielding$",
     ),
     "yield in forward": (
         lambda: DataParallel(Yielding(), CPUS)(X),
-        "output is.*a tuple, instead of yield",
+        r"output is.*a tuple, instead of yielding\s*$",
     ),
     "an input without contents": (
         lambda: call(id, X, {"rows": X.to("meta")}),
-        r"^TransferError: inputs\[1\]\['rows'\] is a torch.Tensor.*'meta'.*make it on the CPU",
+        r"^TransferError: inputs\[1\]\['rows'\] is a torch.Tensor.*'meta'.*on the CPU or a GPU$",
     ),
     "arguments of two sizes": (lambda: call(id, X, torch.ones(2)), "give all arguments one size"),
     "breakpoint() in forward": (
