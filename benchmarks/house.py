@@ -2,7 +2,8 @@
 
 `python -m benchmarks.house --old /path/to/old/checkout` runs each group of rows with the old
 package and with this one, in processes of their own that take turns, and prints medians over all
-rounds with their ratio; three rounds or more are kept. Peers, nets and turns are this checkout's
+rounds with their ratio; three rounds or more of
+all groups are kept, and their figures go into the pages. Peers, nets and turns are this checkout's
 for both. Rows that are multiples of a peer are taken in turns with it, inside one process.
 
 `--rounds 1 --rows tiny structure` is a quick look at two groups. Without ``--old`` the table has
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.measure import Effort, Report, Table, connect, keep, show, timed
 
 Rows = dict[str, float]
@@ -173,8 +175,15 @@ def journey() -> Rows:
     return {"journey: files": files, "journey: functions": functions}
 
 
+def sizes() -> Rows:
+    """Steps of growing length, with and without the wrapper."""
+    from benchmarks import sizes
+
+    return {**sizes.sizes(), **sizes.speed_up()}
+
+
 GROUPS: dict[str, Callable[[], Rows]] = {
-    work.__name__: work for work in (own_device, structure, tiny, ddp, kill, start, journey)
+    work.__name__: work for work in (own_device, structure, tiny, ddp, sizes, kill, start, journey)
 }
 
 
@@ -239,8 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     note = f"Medians of {given.rounds} rounds, each a process of its own."
     report = Report("house", question, [table], [], {"found": found}, [note])
     show(report)
-    if given.rounds >= 3:
+    if given.rounds >= 3 and [*given.rows] == [*GROUPS]:
         keep(report, Effort.FULL)
+        figures.main()
 
 
 def _lines(found: dict[str, dict[str, list[float]]]) -> Iterator[list[Any]]:

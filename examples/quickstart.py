@@ -4,8 +4,8 @@ more devices, and one that is too small.
 Output::
 
     Training on cpu, cpu: one process for each
-    Images: loss 1.38 -> 0.00, 145 ms a step with the processes, 170 ms without
-    Points: loss 0.68 -> 0.61, 7 ms a step with the processes, 1 ms without
+    Images: loss 1.38 -> 0.00, ... ms a step with the processes, ... ms without
+    Points: loss 0.68 -> 0.61, ... ms a step with the processes, ... ms without
     Messages to the processes cost some ms in each step, so a net gains once its own step is longer
 """
 

@@ -33,7 +33,7 @@ _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 signal's handler, as Ctrl-C is.
 """
 _GRACE = 0.5
-"""Seconds in which Ray may end a process; it takes 50 ms."""
+"""Seconds in which Ray may end a process; it takes far less."""
 _CAUSE = 5.0
 """Seconds that Ray may take to say why a process ended."""
 _GET_INFO, _EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("Q52xi")

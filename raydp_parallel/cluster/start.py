@@ -197,7 +197,7 @@ class Starter:
                         return NearClient(actor, hello, serving, sock)
                     sock.close()
             why = ray_api.get(serving) or "its process is not the one that connected"
-            log.warning("a replica of this node is called through Ray, 1 ms for each call: %s", why)
+            log.warning("a replica of this node is called through Ray, which is slower: %s", why)
         return FarClient(actor, hello, actor.live.remote())
 
     def release(self, wanted: Iterable[Place] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Cores and threads of this process.
 
-An OpenMP thread that has finished its part of an operation spins before it sleeps; GCC's were
-measured to spin for 8 ms, each on a core that replicas wait for. So a thread that is about to wait
-ends its helpers first (20 us); its next parallel operation starts new ones (30 us).
+An OpenMP thread that has finished its part of an operation spins before it sleeps, GCC's for
+many times as long as a thread takes to start, each on a core that replicas wait for. So a thread
+that is about to wait ends its helpers first; its next parallel operation starts new ones.
 """
 
 from __future__ import annotations

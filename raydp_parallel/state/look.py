@@ -51,7 +51,7 @@ _FLAG = "_is_replica"
 _REFUSED = "Cannot replicate network where python modules are children of ScriptModule"
 
 _LARGE = 4 << 20
-"""Bytes that take about 10 ms in each forward, here and in each replica."""
+"""Bytes that a user notices in each forward, here and in each replica."""
 
 _building = threading.local()
 """The tensors and the device of the module that is being built in this thread, and what is kept of
