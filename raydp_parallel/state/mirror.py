@@ -76,7 +76,6 @@ class Master:
         self.structure = Structure(module)  # the module but for its tensors
         self.records: dict[int, Tracked] = {}  # its tensors, by their ids
         self.leaves: list[Leaf] = []  # those that require a gradient, in the order of slots
-        self.home = torch.device("cpu")  # the device of the module
         self.resident: Any = None  # trains it in the replicas; None if nothing does
         self.edited = False  # the program has changed a parameter that is trained there
         self.alike = True  # replicas may add gradients: chunks had them of the same parameters
@@ -92,6 +91,11 @@ class Master:
         found = self.structure.module()
         assert found is not None
         return found
+
+    @property
+    def home(self) -> torch.device:
+        """The device of the module."""
+        return next((one.tensor.device for one in self.records.values()), torch.device("cpu"))
 
     def slot(self, tensor: Tensor) -> int | None:
         """Return the slot of a tensor; None if the module does not have it."""
@@ -182,8 +186,7 @@ class Master:
 
     def _form(self) -> None:
         """Look again at which tensors require gradients, and which a run may hold."""
-        devices = [one.tensor.device for one in self.records.values()]
-        self.home = home = devices[0] if devices else torch.device("cpu")
+        home = self.home
         check_devices(self.module)
         found = [one for one in self.records.values() if one.tensor.requires_grad]
         self.leaves = [Leaf(o.tensor, o.kind) for o in sorted(found, key=lambda o: o.slot)]
