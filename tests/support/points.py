@@ -422,7 +422,7 @@ class Calls(Machine):
             try:
                 return receive(self, *args)
             except OSError:
-                self.phase = ""
+                self._way = []
                 raise
 
         if self.planted:
