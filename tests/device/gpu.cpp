@@ -109,6 +109,7 @@ void standin_switch(const char* name, int value) {
   std::string asked = name;
   if (asked == "others_first") state().others_first = value;
   if (asked == "no_register") state().no_register = value;
+  if (asked == "expandable") state().expandable = value;
 }
 void standin_forget_torn() { state().torn = 0; }
 void standin_reset_peak(int device) { chips().at(device).peak = chips().at(device).live; }

@@ -96,7 +96,7 @@ inline c10::DataPtr take(int device, size_t bytes) {
   one.live += size;
   one.taken += size;
   one.peak = std::max(one.peak, one.live);
-  return {at, new Block{at, size, &home}, &free_block, device_of(device)};
+  return {at, new Block{at, size, &home, bool(state().expandable)}, &free_block, device_of(device)};
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
@@ -218,6 +218,7 @@ inline int64_t exported(c10::StorageImpl& storage) {
   const auto& memory = storage.data_ptr();
   TORCH_CHECK(memory.get_deleter() == &free_block, "CUDA error: this memory cannot be exported");
   auto* block = static_cast<Block*>(memory.get_context());
+  TORCH_CHECK(!block->grows, "pidfd_getfd: Operation not permitted");
   auto* counts = reinterpret_cast<int64_t*>(one.back + kUsable);
   collect(one);
   if (!block->readers) {

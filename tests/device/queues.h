@@ -79,6 +79,7 @@ struct Block {
   char* at;
   size_t size;
   Queue* home;                  // the stream that it was taken on
+  bool grows;                   // in a segment that does, which other processes cannot open
   std::set<Queue*> users;       // those that it was recorded for
   int64_t* readers = nullptr;   // in other processes, if it was exported
 };
@@ -112,7 +113,7 @@ struct State {
   std::string untaken;  // an error that the next launch tells of
   int64_t streams = 0, waits = 0, launches = 0, crossings = 0, torn = 0;
   double clock = 0;
-  int others_first = 0, no_register = 0;  // switches of tests
+  int others_first = 0, no_register = 0, expandable = 0;  // switches of tests
 };
 
 inline State& state() {  // never destroyed: what queues hold may need an interpreter to end

@@ -265,8 +265,9 @@ def _properties(device: int) -> SimpleNamespace:
 def _finish(torch: Any) -> None:
     """Change what torch has found out, and its storages, once it is imported."""
     cuda, plain = torch.cuda, torch.UntypedStorage.__new__
-    allocates = [os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")]
-    cuda.memory._set_allocator_settings = lambda text: allocates.__setitem__(0, text)
+    cuda.memory._set_allocator_settings = lambda text: switch(
+        "expandable", "expandable_segments:True" in text
+    )
     cuda._queued_calls.clear()  # checks of the machine's driver
     cuda._device_count_nvml = lambda: -1
     cuda.device_count = lambda: lib.standin_count()  # not cached: forked processes differ
@@ -291,8 +292,6 @@ def _finish(torch: Any) -> None:
         return storage
 
     def export(storage: Any, *_: Any) -> tuple[Any, ...]:
-        if "expandable_segments:True" in allocates[0]:
-            raise RuntimeError("pidfd_getfd: Operation not permitted")
         handle = (ctypes.c_int64 * 3)()
         lib.standin_export(storage._cdata, handle)
         device, (fd, at, count) = storage.device.index, handle

@@ -353,11 +353,15 @@ def test_windows_are_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> N
     grows = "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", grows)
     torch.cuda.memory._set_allocator_settings(grows)
+    own = torch.ones(1)
     with Executor(SHARED, options=IPC) as executor:
-        assert executor.stats().link == "ipc"
-    with pytest.raises(RuntimeError, match="not permitted"):
-        torch.ones(1, device=GPU).untyped_storage()._share_cuda_()
+        link = executor.stats().link
+    after = torch.ones(1)
     torch.cuda.memory._set_allocator_settings("")
+    assert link == "ipc"
+    for one in (own, after):
+        with pytest.raises(RuntimeError, match="not permitted"):
+            one.untyped_storage()._share_cuda_()
 
 
 @of_driver
@@ -445,6 +449,7 @@ def test_a_replica_that_cannot_read_a_step_has_not_made_it(
 
 
 @of_driver
+@pytest.mark.long
 def test_no_row_of_the_benchmark_fails(tmp_path: Path) -> None:
     """Of the one for a GPU, on two stand-ins."""
     command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(tmp_path / "rows")]
