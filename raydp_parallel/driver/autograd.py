@@ -206,7 +206,6 @@ class Fork(Function):
             here = torch.cuda.current_stream(grad.device)
             if here != stream:
                 here.wait_stream(stream)
-                grad.record_stream(here)
         # Which leaves, and calls that it is derived from, does this pass go on to?
         # ``needs_input_grad`` is True for all of them, even under ``autograd.grad(y, x)``.
         running, captured = set(), False

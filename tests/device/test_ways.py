@@ -271,6 +271,62 @@ def test_a_forward_on_a_stream_of_its_own_and_a_backward_outside(
                 torch.testing.assert_close(a.grad, b.grad)
 
 
+class Twice(nn.Module):
+    """Gives its rows twice, in a weight's size; says nothing where it is to keep what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1 << 12,), 2.0))
+
+    def forward(self, x: torch.Tensor | str) -> Any:
+        """Compute, keep the weight in the process, or give what was kept."""
+        if isinstance(x, torch.Tensor):
+            return x * self.weight
+        if x == "keep":
+            torch.kept = self.weight.detach().clone()  # type: ignore[attr-defined]
+            return None
+        return torch.kept  # type: ignore[attr-defined]
+
+
+@of_driver
+@pytest.mark.parametrize("places", [[0], [2]])
+def test_windows_are_written_once_they_were_read(places: list[int]) -> None:
+    """By the driver's other streams, by a replica that says nothing, and as an executor ends."""
+    module, sides = Twice(), [torch.cuda.Stream(GPU) for _ in range(4)]
+    with Executor(places, options=HOST) as executor, torch.no_grad():
+        model = DataParallel(module, executor=executor)
+        rows = [torch.full((1, 1 << 12), float(n)) for n in range(4)]
+        torch.cuda.synchronize(GPU)
+        found = []
+        for row, side in zip(rows, sides, strict=True):
+            with torch.cuda.stream(side):
+                found.append(model(row))
+        for n in range(3):
+            module.weight.fill_(n)
+            assert model("keep") is None
+            module.weight.fill_(n + 10)
+            found.append(model(rows[1])) if n == 2 else model("keep")
+        kept = model("kept")
+        last = model(rows[2])
+    torch.cuda.synchronize(GPU)
+    assert [t.unique().tolist() for t in found] == [[0.0], [2.0], [4.0], [6.0], [12.0]]
+    assert (kept.unique().tolist(), last.unique().tolist()) == ([2.0], [24.0])
+
+
+@of_driver
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_kernel_that_fails_costs_a_replica_and_says_why(begins: bool) -> None:
+    """It computes nothing more; another one takes its place."""
+    with Executor([1, 2], options=HOST) as executor, torch.no_grad():
+        model = DataParallel(nn.Embedding(4, 2), executor=executor)
+        right = torch.arange(4)
+        if not begins:
+            model(right)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            model(right + 2)
+        assert torch.equal(model(right), model.module(right))
+
+
 def ends() -> Any:
     """Two ends of a channel, of which each message has a sum."""
     return (Channel(end, summed=True) for end in socket.socketpair())
