@@ -77,7 +77,8 @@ def environment() -> dict[str, str]:
 def _setting(path: str, reader: str = "") -> _Flag:
     """A setting of torch: an attribute, or a function that sets it, beside the one that reads it.
     It reads as None if this torch does not have it; and some of the older interface for precisions
-    raise, where the newer one was used.
+    raise, where the newer one was used. Newer versions have split some of one matmul in two, which
+    are read apart and set as one.
     """
     *parents, name = path.split(".")
     owner: Any = torch
@@ -85,6 +86,8 @@ def _setting(path: str, reader: str = "") -> _Flag:
         owner = getattr(owner, parent, None)
     told: Callable[[], object] = partial(getattr, owner, name, None)
     write: Callable[[Any], object] = partial(setattr, owner, name)
+    if hasattr(owner, f"{name}_split_k"):
+        told = partial(attrgetter(name, f"{name}_split_k"), owner)
     if reader:
         told, write = getattr(owner, reader, lambda: None), getattr(owner, name, lambda value: None)
 
@@ -95,15 +98,6 @@ def _setting(path: str, reader: str = "") -> _Flag:
             return None
 
     return read, write
-
-
-def _reduction(name: str) -> _Flag:
-    """A setting of `torch.backends.cuda.matmul`, which newer versions of torch split in two."""
-    matmul, second = torch.backends.cuda.matmul, f"{name}_split_k"
-    if not hasattr(matmul, second):
-        return _setting(f"backends.cuda.matmul.{name}")
-    both = attrgetter(name, second)
-    return partial(both, matmul), partial(setattr, matmul, name)
 
 
 _SETTINGS = (
@@ -119,6 +113,8 @@ _SETTINGS = (
     "backends.cuda.preferred_linalg_library preferred_linalg_library",
     "backends.cuda.preferred_blas_library preferred_blas_library",
     "backends.cuda.matmul.allow_fp16_accumulation",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     *("backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.benchmark_limit"),
     *("backends.cudnn.deterministic", "backends.cudnn.depthwise_kernel"),
     *("backends.cudnn.allow_tf32", "backends.miopen.immediate"),
@@ -149,10 +145,6 @@ FLAGS: dict[str, _Flag] = {
         _invariants.is_enabled,
         lambda on: _invariants.enable() if on else _invariants.disable(),
     ),
-    **{
-        f"backends.cuda.matmul.{name}": _reduction(name)
-        for name in [f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")]
-    },
     **{text.partition(" ")[0]: _setting(*text.split()) for text in _SETTINGS},
 }
 """Each process-wide setting by the name below torch that sets it; precisions last."""
