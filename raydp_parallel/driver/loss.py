@@ -112,8 +112,7 @@ class LossCall:
         elif reduction not in (_REDUCTIONS if self.count is None else (None, "mean")):
             raise ValueError(
                 f"with_loss: {name} needs reduction='mean' (over the rows), 'sum' or 'none', or "
-                "count= for a mean alone, a function that returns what it is divided by; got "
-                f"{reduction!r}. "
+                f"count= for a mean alone, a function that gives the divisor; got {reduction!r}. "
                 "A loss that compares rows with each other is none of these: compute it of model(x)"
             )
         return replace(self, reduction=reduction or "mean", dim=dim, whole=chunks == 1)

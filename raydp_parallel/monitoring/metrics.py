@@ -49,4 +49,5 @@ def summary(replica: ReplicaStats) -> str:
     """
     models = ", ".join(replica.models) or "a module"
     rate, busy = float(f"{replica.rate:.2g}"), round(10 * replica.shares[0]) * 10
-    return f"replica {replica.index}, {models}: {rate:,.12g} samples per second, {busy} % busy"
+    text = f"replica {replica.index}, {models}: {rate:,.12g} samples per second, {busy} % busy"
+    return text.replace(" ", "\xa0")  # else the dashboard shows each word on a line of its own
