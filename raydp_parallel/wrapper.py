@@ -276,10 +276,7 @@ class DataParallel(nn.DataParallel[T]):
             TypeError: It cannot be called.
         """
         if not isinstance(method, str):
-            raise TypeError(
-                f"call: expected the name of a method, got {type(method).__name__}; run() takes "
-                "functions"
-            )
+            raise TypeError(f"call: expected a name, got {type(method).__name__}; run() takes code")
         if not callable(getattr(self.module, method)):
             raise TypeError(f"call: {type(self.module).__name__}.{method} is not a method")
         return self._evaluate(method, args, kwargs, split, gather)
@@ -385,10 +382,7 @@ class DataParallel(nn.DataParallel[T]):
         if shares is not None:  # by the Trainer, which wants one number
             scalars, named = "mean", shares
         if scalars == "mean" and not any(rows) and batch.find_refs((args, named)):
-            raise ValueError(
-                "Options(scalars='mean'): the rows of chunks are not known, because all "
-                "arguments that are split are references"
-            )
+            raise ValueError("Options(scalars='mean') needs rows: give a tensor beside references")
         gather = self.gather  # [10] gather
         if self._own("gather"):
             gather = functools.partial(batch.gather, dim=self.dim, scalars=scalars, weights=rows)
@@ -586,8 +580,7 @@ def data_parallel(
     ids = normalize(device_ids, Options())
     if not ids:
         raise RuntimeError(
-            "device type could not be determined: the cluster has no GPU. Give "
-            "device_ids=['cpu', ...] for CPU replicas"
+            "device type could not be determined: no GPU. Give ['cpu', ...]"
         )
     # One device does not move the module: where it does not lie already, a replica runs it.
     stays = len(ids) > 1 or ids == ["cpu"] or ids == [module_device(module).index]
