@@ -142,22 +142,17 @@ def convert_sync_batchnorm(module: M) -> M:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"convert_sync_batchnorm: expected a module, got {type(module).__name__}")
-    found = [
-        (name, part)
-        for name, part in module.named_modules()
-        if isinstance(part, _EVERY) and not isinstance(part, SyncBatchNorm)
-    ]
-    for name, part in found:
-        if type(part) not in _CONVERTED:
+    found = {name: part for name, part in module.named_modules() if isinstance(part, _EVERY)}
+    for name, part in found.items():
+        if type(part) not in _CONVERTED and not isinstance(part, SyncBatchNorm):
             raise TypeError(
                 f"convert_sync_batchnorm: {name or 'the module'} is a {type(part).__name__}: its "
                 "forward cannot be replaced by that of batch norm. Run a lazy module before"
             )
-    for _, part in found:
-        part.__class__ = SyncBatchNorm
-        part.process_group = None  # type: ignore[assignment]
+    for number, part in enumerate(found.values(), 1):
+        if type(part) in _CONVERTED:
+            part.__class__ = SyncBatchNorm
+            part.process_group = None  # type: ignore[assignment]
+        part.number = number  # type: ignore[assignment]
         SyncBatchNorm.made = True
-    every = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
-    for number, part in enumerate(every, 1):
-        part.number = number
     return module
