@@ -128,7 +128,7 @@ class _LookPickler(pickling.Pickler):
             return _device, ()
         if isinstance(value, weakref.ref):
             if value() is None:
-                return _dead, ()
+                return weakref.ref, (set(),)  # nobody has this set
             # A plain reference to a method would be dead at once.
             return (weakref.WeakMethod if kind is weakref.WeakMethod else weakref.ref), (value(),)
         reduced = super().reducer_override(value)
@@ -261,10 +261,6 @@ def _globals(number: int, names: dict[str, object]) -> dict[str, object]:
 
 def _device() -> torch.device:
     return _building.device  # type: ignore[no-any-return]
-
-
-def _dead() -> weakref.ref[set[object]]:
-    return weakref.ref(set())  # nobody has this set
 
 
 def _reduce_module(module: nn.Module) -> tuple[object, ...] | None:
