@@ -99,15 +99,10 @@ class LossCall:
             if own not in _REDUCTIONS and (own, function) != ("batchmean", F.kl_div):
                 raise ValueError(f"{name}: reduction={own!r}, expected 'mean', 'sum' or 'none'")
             if self.count is not None or reduction not in (None, own):
-                raise ValueError(
-                    f"with_loss: {name} has reduction={own!r}, and takes no count or other"
-                )
+                raise ValueError(f"{name} has reduction={own!r}, and takes no count or other")
             by_rows = _DIMS[function] > 1 or own == "batchmean"
             if chunks > 1 and dim != 0 and by_rows:
-                raise ValueError(
-                    f"with_loss: the rows of {function.__name__} are along dimension 0, and the "
-                    f"batch is split along {dim}"
-                )
+                raise ValueError(f"{name} takes rows along 0, and the batch is split along {dim}")
             reduction = own
         elif reduction not in (_REDUCTIONS if self.count is None else (None, "mean")):
             raise ValueError(
@@ -143,9 +138,8 @@ class LossCall:
             rows = {*batch.sizes((args, kwargs), self.dim)}
             if len(rows) != 1:
                 raise ValueError(
-                    "with_loss: the rows of a chunk are ambiguous: "
-                    f"{sorted(rows) or 'no argument is a tensor with rows'} along dim {self.dim}: "
-                    "give with_loss(count=...)"
+                    f"with_loss: {sorted(rows) or 'no argument is a tensor with rows'} along dim "
+                    f"{self.dim}: the rows of a chunk are not known, so give with_loss(count=...)"
                 )
             (divisor,) = rows
         number = torch.as_tensor(divisor, dtype=torch.float64, device=value.device)
@@ -163,9 +157,8 @@ class LossCall:
             first = len(args) - self.targets
             if first < 0 or (first == 0 < self.targets and not kwargs):
                 raise TypeError(
-                    f"with_loss: got {len(args)} positional arguments, of which the last "
-                    f"{self.targets} are targets, as in model(x, y); with_loss(targets=...) says "
-                    "how many, or which keyword arguments"
+                    f"with_loss: got {len(args)} positional arguments, and the last {self.targets} "
+                    "are targets, as in model(x, y): with_loss(targets=...) says how many, or which"
                 )
             return args[:first], args[first:], kwargs
         missing = [name for name in self.targets if name not in kwargs]
@@ -194,8 +187,7 @@ class LossCall:
         shape = tuple(output.shape)
         if len(shape) < least or not -len(shape) <= dim < len(shape):
             raise ValueError(
-                f"{name} got an output of shape {shape}, which has no rows for it: expected at "
-                f"least {least} dimensions, and rows along dim {dim}"
+                f"{name} got shape {shape}, expected at least {least} dims and rows along dim {dim}"
             )
         given = inspect.signature(function).bind(output, *targets).arguments
         settings = vars(self.criterion) | getattr(self.criterion, "_buffers", {})
@@ -227,20 +219,14 @@ def loss_call(
 ) -> LossCall:
     """Check the arguments of `DataParallel.with_loss`."""
     if not callable(criterion) or isinstance(criterion, type):
-        raise TypeError(
-            "with_loss: expected a criterion that is called with the output and the targets, such "
-            f"as torch.nn.CrossEntropyLoss(), got {criterion!r}"
-        )
+        raise TypeError(f"with_loss: expected a criterion, as nn.MSELoss(), got {criterion!r}")
     if count is not None and not callable(count):
         raise TypeError(f"with_loss: count must be a function, got {type(count).__name__}")
     names = [targets] if isinstance(targets, str) else targets
     if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
         targets = tuple(names)
     elif type(targets) is not int or targets < 0:
-        raise TypeError(
-            f"with_loss: targets={targets!r}, expected how many of the last positional arguments "
-            "are targets, or the names of keyword arguments"
-        )
+        raise TypeError(f"with_loss: targets={targets!r}, expected how many, or names of keywords")
     if reduction is not None and inspect.isroutine(criterion) and criterion in _DIMS:
         criterion = functools.partial(criterion, reduction=reduction)
     found = LossCall(criterion, targets, reduction, count, function_of(criterion) is not None)
