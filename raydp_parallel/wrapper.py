@@ -579,9 +579,7 @@ def data_parallel(
         inputs = (inputs,) if inputs is not None else ()
     ids = normalize(device_ids, Options())
     if not ids:
-        raise RuntimeError(
-            "device type could not be determined: no GPU. Give ['cpu', ...]"
-        )
+        raise RuntimeError("device type could not be determined: no GPU. Give ['cpu', ...]")
     # One device does not move the module: where it does not lie already, a replica runs it.
     stays = len(ids) > 1 or ids == ["cpu"] or ids == [module_device(module).index]
     executor = None if stays else shared(Options())
