@@ -1,0 +1,64 @@
+"""Each wait of the package is taken out in turn, and a test of `test_ways` notices."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import on_gpus
+import pytest
+
+if on_gpus.asked() != "cuda:0":
+    pytest.skip("these are on stand-in GPUs: --device cuda:0", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+MEMORY, CHANNEL = "devices/memory.py", "wire/channel.py"
+WAITS = [
+    ("driver/autograd.py", "here.wait_stream(stream)", "pass", "forward_on_a_stream"),
+    (MEMORY, "last.synchronize()", "pass", "staging_is_written"),
+    (MEMORY, "if near:\n        stream.synchronize()", "pass", "plain_module and ways1"),
+    (MEMORY, "torch.cuda.current_stream(run.device).synchronize()", "pass", "plain_module"),
+    (MEMORY, "            stream.synchronize()", "            pass", "written_once"),
+    (
+        MEMORY,
+        "_readers.append(_up(window, run, begin, end))",
+        "_up(window, run, begin, end)",
+        "written_once",
+    ),
+    (CHANNEL, "memory.wait_for_readers(reading, waited)", "pass", "written_once"),
+    (CHANNEL, "memory.wait_for_readers(self._reading, None)", "pass", "written_once"),
+    ("replica/actor.py", "torch.cuda.synchronize()", "pass", "kernel_that_fails"),
+    ("wire/group.py", "while not work.is_completed():", "while False:", "plan1"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("file", "wait", "instead", "tests"), WAITS)
+def test_a_wait_that_is_taken_out_is_noticed(
+    tmp_path: Path, file: str, wait: str, instead: str, tests: str
+) -> None:
+    """Each of them serves something."""
+    shutil.copytree(ROOT / "raydp_parallel", tmp_path / "raydp_parallel")
+    path = tmp_path / "raydp_parallel" / file
+    before = path.read_text()
+    assert before.count(wait) == 1
+    path.write_text(before.replace(wait, instead))
+    ways = [tmp_path, ROOT, ROOT / "tests/support", ROOT / "tests/device"]
+    found = " ".join(map(str, ways))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--device", "cuda:0", "-k", tests]
+    command += [
+        "--timeout",
+        "60",
+        "-o",
+        f"pythonpath={found}",
+        str(ROOT / "tests/device/test_ways.py"),
+    ]
+    env = {name: one for name, one in os.environ.items() if not name.startswith("PYTEST_")}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, ways))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    # Memory that is gone while a copy uses it ends the process.
+    assert done.returncode in (1, -signal.SIGSEGV), done.stdout
