@@ -36,7 +36,9 @@ import standin
 GPU = torch.device(on_gpus.asked())
 SHARED = [GPU.index]  # by the driver and a replica
 HOST, IPC = (Options(metrics=False, gpu_paths=ways) for ways in (("host",), ("host", "ipc")))
-of_driver = pytest.mark.skipif(on_gpus.asked() == "cuda", reason="the driver has no GPU")
+of_driver = pytest.mark.skipif(
+    on_gpus.asked() != "cuda:0", reason="an only replica would not share the driver's GPU"
+)
 
 
 def net(width: int = 8) -> nn.Module:
