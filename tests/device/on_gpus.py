@@ -30,10 +30,12 @@ LEFT_OUT = {
         test_G5_ test_G7_leaves test_gather_undoes_scatter test_F8_what_counts test_F8_keyword
         test_C5_dim_and_device_ids_can_be_edited test_B14_identity_module""",
     _NEEDS_CPU: """test_writes_of_chunk_0_reach_the_master_once[numpy test_T5_gradients_that
+        test_an_edit_between_two_forwards_is_seen[numpy test_module_db.py
         test_T3_parameters_that_leave test_torch_is_left_alone""",
     "on a GPU optimizers step all tensors at once, in another order": """
         test_T1_the_bits_of_the_optimizer_in_the_driver[NAdam]
         test_T1_the_bits_of_the_optimizer_in_the_driver[ASGD]""",
+    "it counts bytes that go from GPU to GPU here": "test_training_sends_what_the_optimizer",
     _NO_COMPILER: "test_compile.py test_T3_what_reads_the_master_syncs[compiled]",
 }
 """Parts of the names of tests that have no meaning on these GPUs, by why."""
