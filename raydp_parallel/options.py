@@ -79,7 +79,7 @@ class Options:
         names = cls.__dataclass_fields__
         for name in given.keys() - names:
             near = difflib.get_close_matches(name, names, 1) or names
-            raise TypeError(f"Options has no {name!r}, but {', '.join(near)}")
+            raise TypeError(f"Options has no {name!r}; it has {', '.join(near)}")
         return super().__new__(cls)
 
     @property

@@ -23,7 +23,7 @@ def test_frozen_and_by_keyword() -> None:
         Options().name = "other"  # type: ignore[misc]
     with pytest.raises(TypeError):
         Options("none")  # type: ignore[misc]
-    for name, text in (("thread", "has no 'thread', but threads$"), ("x", "'x', but scalars, un")):
+    for name, text in (("thread", "has no 'thread'; it has threads$"), ("x", "'x'; it has sc")):
         with pytest.raises(TypeError, match=text):
             Options(**{name: 1})
     assert "threads" in inspect.signature(Options).parameters
