@@ -82,17 +82,16 @@ def _source(name: str) -> Source | None:
     if known is not None and known[0] is spec:
         return known[1]
     module, file = sys.modules[name], spec.origin
-    found = None
+    found: Source | None = None
     plain = isinstance(file, str) and file.endswith(".py") and spec.has_location
     if plain and not _is_installed(os.path.abspath(file)) and name.partition(".")[0] != "ray":
-        text = None
         with contextlib.suppress(OSError, AttributeError):
-            text = spec.loader.get_data(file)
-        if text is not None and _is_outdated(module, file, text):
+            folders = tuple(spec.submodule_search_locations or ())
+            found = Source(file, folders, spec.loader.get_data(file))
+        if found is not None and _is_outdated(module, file, found.text):
             log.warning("%s was changed after its import: its code is sent by value", file)
             cloudpickle.register_pickle_by_value(module)
-        elif text is not None:
-            found = Source(file, tuple(spec.submodule_search_locations or ()), text)
+            found = None
     _read[name] = spec, found
     return found
 
