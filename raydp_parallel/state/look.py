@@ -39,10 +39,7 @@ _HOOKS = {
     if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules")
 }
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
-_LOCKS: dict[type, Callable[[], object]] = {
-    type(threading.Lock()): threading.Lock,
-    type(threading.RLock()): threading.RLock,
-}
+_LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 _GETSTATE = getattr(object, "__getstate__", None), getattr(nn.Module, "__getstate__", None)
 
 _FLAG = "_is_replica"
