@@ -276,7 +276,7 @@ class DataParallel(nn.DataParallel[T]):
             TypeError: It cannot be called.
         """
         if not isinstance(method, str):
-            raise TypeError(f"call: expected a name, got {type(method).__name__}; run() takes code")
+            raise TypeError(f"call: give the name of a method, got {type(method).__name__}")
         if not callable(getattr(self.module, method)):
             raise TypeError(f"call: {type(self.module).__name__}.{method} is not a method")
         return self._evaluate(method, args, kwargs, split, gather)
@@ -317,10 +317,7 @@ class DataParallel(nn.DataParallel[T]):
                 f"{type(function).__name__}; call() takes names of methods"
             )
         if getattr(function, "__self__", None) is self.module:
-            raise TypeError(
-                f"run: {function.__name__} is bound to the module of this process; call() with its "
-                "name runs it on the replicas"
-            )
+            raise TypeError(f"run: {function.__name__} is bound to the module: use call() by name")
         return self._evaluate(function, args, kwargs, split, gather)
 
     def _evaluate(
@@ -590,8 +587,7 @@ def data_parallel(
 def _check_weights(weights: Sequence[float] | None, ids: Sequence[object]) -> None:
     if weights is not None and len(weights) != len(ids):
         raise ValueError(
-            f"Options(chunk_weights={weights}): {len(weights)} weights for {len(ids)} devices "
-            f"{list(ids)}; give one for each"
+            f"chunk_weights: {len(weights)} weights for {len(ids)} devices {list(ids)}"
         )
 
 

@@ -197,10 +197,9 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
 
 
 _NO_TRANSFORMS = (
-    "transforms of torch.func (vmap, grad, jacrev, jvp for forward-mode derivatives) and batched "
-    "gradients (is_grads_batched=True, vectorize=True) do not reach into replicas, nor into those "
-    "of torch.nn.DataParallel: use torch.autograd without them, such as "
-    "torch.autograd.functional.jacobian or jvp, or the module itself"
+    "transforms of torch.func (vmap, grad, forward-mode jvp) and batched gradients (vectorize) do "
+    "not reach into replicas, nor into those of torch.nn.DataParallel: use torch.autograd without "
+    "them, such as torch.autograd.functional.jacobian or jvp, or the module itself"
 )
 
 

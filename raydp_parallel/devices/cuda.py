@@ -98,9 +98,7 @@ def _has_gpus() -> bool:
     if not any(map(os.path.exists, _DRIVER)):
         return False
     if torch.version.cuda is None:
-        log.warning(
-            "this machine has a GPU, but this torch is a CPU build: everything runs on the CPU"
-        )
+        log.warning("this machine has a GPU, and this torch is a CPU build: all runs on the CPU")
     return torch.version.cuda is not None
 
 

@@ -19,9 +19,7 @@ from raydp_parallel.wire import group
 
 def _needed() -> group.Exchange:
     if group.current is None:
-        raise RuntimeError(
-            "synchronised batch norm was differentiated outside of the call that ran it"
-        )
+        raise RuntimeError("synchronised batch norm was differentiated outside of its call")
     return group.current
 
 
