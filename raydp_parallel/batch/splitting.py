@@ -84,8 +84,9 @@ class _Plan:
             )
         differ = len({size for _, size, _ in self.cuts} - {None}) > 1
         text = (
-            f"arguments have different sizes along dim {self.dim}, so chunks of such are paired, "
-            f"which may broadcast: {cuts}. If rows belong together, give all arguments one size"
+            f"arguments have different sizes along dim {self.dim}, so that chunks of different "
+            f"sizes are paired, which may broadcast: {cuts}. If rows are to belong together, give "
+            "all arguments one size"
         )
         if differ and self.weights is not None:
             raise ValueError(f"chunk_weights: {text}")
@@ -161,8 +162,9 @@ def _split(value: object, plan: _Plan, path: str) -> Sequence[Any]:
         extra = {"sizes": plan.sizes} if "sizes" in inspect.signature(rule).parameters else {}
         if plan.weights is not None and not extra:
             raise ValueError(
-                f"{path}: its class's rule takes no sizes, which chunk_weights needs: give it a "
-                "parameter sizes, a function from a number of rows to the rows of each chunk"
+                f"{path} is split by a rule of its class that takes no sizes, so it cannot be "
+                "split with chunk_weights: give the rule a parameter sizes, a function from a "
+                "number of rows to the rows of each chunk"
             )
         pieces = list(rule(value, plan.chunks, plan.dim, **extra))
         if not 1 <= len(pieces) <= plan.chunks:
