@@ -43,7 +43,7 @@ def have_layers(chunks: Sequence[nn.Module], slots: Sequence[ReplicaSlot]) -> bo
     if len(modules) > 1:
         raise ValueError("synchronised batch norm: apply each module alone")
     if len({*slots}) < len(slots):
-        raise ValueError("synchronised batch norm needs a replica for each chunk: name no device twice")
+        raise ValueError("synchronised batch norm needs a replica for each chunk: no device twice")
     return True
 
 
