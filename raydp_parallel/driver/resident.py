@@ -196,7 +196,7 @@ class Resident:
             optimizer.known = rows
             optimizer.sent = [{} for _ in optimizer.param_groups]
             trained = set[int]().union(*[slots[one] for one in (*others, optimizer)])
-            self.leave(master.trained.keys() - trained)
+            self.leave(master.trained)  # all: with what follows nothing can be made again
             master.train(trained)
             master.sync()
             master.edited = False  # replicas get all with the next call

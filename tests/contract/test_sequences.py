@@ -17,11 +17,14 @@ from raydp_parallel import Executor
 from raydp_parallel.driver.dispatcher import Dispatcher
 
 SHORT, ALL = 3, 60
+FOUND = (800008,)
+"""Seeds of a longer run that found something."""
 
 
 @pytest.mark.parametrize("run", sequences.RUNS)
 @pytest.mark.parametrize(
-    "seed", [n if n < SHORT else pytest.param(n, marks=pytest.mark.long) for n in range(ALL)]
+    "seed",
+    [*FOUND, *(n if n < SHORT else pytest.param(n, marks=pytest.mark.long) for n in range(ALL))],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_sequences(seed: int, run: str, executors: Any) -> None:
