@@ -170,10 +170,11 @@ class Master:
             if moved or form != then_form:
                 one.spec_at = self.revision
                 formed = True
-            lags = one.trained and issubclass(type(one.tensor), Lagging)
+            led = one.leader is not None
+            lags = led and one.trained and issubclass(type(one.tensor), Lagging)
             if (contents or moved or version != then_version) and not lags:
                 one.content_at = self.revision
-                self.edited = self.edited or one.trained or (moved and one.leader is not None)
+                self.edited = self.edited or (led and (moved or one.trained))
         if formed:
             self._form()
         for one, now in changed:
