@@ -379,7 +379,10 @@ class DataParallel(nn.DataParallel[T]):
         if shares is not None:  # by the Trainer, which wants one number
             scalars, named = "mean", shares
         if scalars == "mean" and not any(rows) and batch.find_refs((args, named)):
-            raise ValueError("Options(scalars='mean') needs rows: give a tensor beside references")
+            raise ValueError(
+                "Options(scalars='mean'): the rows of chunks are not known, because all "
+                "arguments that are split are references"
+            )
         gather = self.gather  # [10] gather
         if self._own("gather"):
             gather = functools.partial(batch.gather, dim=self.dim, scalars=scalars, weights=rows)

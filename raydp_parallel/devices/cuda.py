@@ -89,7 +89,7 @@ def _see_only(ids: Sequence[str]) -> None:
     if os.environ.get(_named(_VISIBLE)) == wanted:
         return
     if torch.cuda.is_initialized():
-        raise RuntimeError(f"CUDA started before it could be told of GPU {wanted or 'none'} alone")
+        raise RuntimeError(f"CUDA started before it was told to see only GPU {wanted or 'none'}")
     os.environ[_named(_VISIBLE)] = wanted
 
 
