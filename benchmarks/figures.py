@@ -60,7 +60,7 @@ def block(run: dict[str, Any], name: str) -> str:
         return (
             f"Two CPU replicas on one machine were faster from a plain step of {shown(pays[0])} ms."
             if pays
-            else "Two CPU replicas on one machine, which share its cores, were never faster."
+            else "Two CPU replicas on one machine were not faster: they share its cores."
         )
     return _NONE
 
