@@ -17,7 +17,7 @@ if on_gpus.asked() != "cpu":
 @pytest.mark.parametrize(
     ("place", "tests"),
     [
-        ("cuda:0", ["tests/device"]),
+        pytest.param("cuda:0", ["tests/device"], marks=pytest.mark.long),
         ("cuda", ["tests/contract/test_contract_batch.py"]),
     ],
 )
