@@ -179,7 +179,7 @@ class Resident:
     def add(self, optimizer: InReplicas) -> None:
         """Begin to train an optimizer's parameters, or all anew if it changed."""
         with self._executor.trip():
-            self.recall()
+            self.pull(states=True)
             master, optimizers = self._master, self.weights.optimizers
             master.sync()
             rows = optimizer.rows(master)
@@ -199,7 +199,7 @@ class Resident:
             self.leave(master.trained)  # all: with what follows nothing can be made again
             master.train(trained)
             master.sync()
-            master.edited = False  # replicas get all with the next call
+            self.recall()  # replicas get all with the next call, also one that was asked meanwhile
 
     def save(self) -> None:
         """Bring what only replicas have, as one of them died, whatever model is called; what goes

@@ -17,7 +17,7 @@ from raydp_parallel import Executor
 from raydp_parallel.driver.dispatcher import Dispatcher
 
 SHORT, ALL = 3, 60
-FOUND = (800008,)
+FOUND = (800008, 800025)
 """Seeds of a longer run that found something."""
 
 
