@@ -111,9 +111,11 @@ class InReplicas(torch.optim.Optimizer):
     def described(self, master: Master) -> States:
         """Return its groups and its state, with slots in the place of parameters."""
         groups: list[Values] = []
-        for group in self.param_groups:
+        # What the other replicas have of a group: its changes since then go with the next step.
+        for number, group in enumerate(self.param_groups):
+            sent = self.sent[number] if number < len(self.sent) else {}  # one may have been added
             slots = [master.slot(p) for p in group["params"]]
-            groups.append({**group, "params": [n for n in slots if n is not None]})
+            groups.append({**group, **sent, "params": [n for n in slots if n is not None]})
         state = {master.slot(p): dict(values) for p, values in self.__dict__["state"].items()}
         return groups, {n: values for n, values in state.items() if n is not None}
 

@@ -917,6 +917,20 @@ def test_T3_parameters_and_state_that_change(two: Executor) -> None:
     assert same(*results)
 
 
+def test_T3_a_rate_that_changes_and_changes_back(two: Executor) -> None:
+    """Replicas that get all in between have the rate of the last step, not that of the moment."""
+
+    def program(model: Any, optimizer: Any) -> None:
+        advance(model, optimizer, 0)
+        optimizer.param_groups[0]["lr"] = 0.1
+        assert optimizer.state  # which goes to the replicas again
+        model(torch.ones(8, 6))
+        optimizer.param_groups[0]["lr"] = 0.01
+        advance(model, optimizer, 1)
+
+    compare(two, program)
+
+
 def test_T3_a_parameter_that_is_trained_here_again(two: Executor) -> None:
     """The next optimizer leaves it out: what changes it here is sent once, and not without end."""
     net = nn.Linear(4, 4)

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import faulthandler
 import gc
+import importlib
 import io
 import random
 import time
@@ -170,19 +171,21 @@ class Plain(nn.Module):
 
     @classmethod
     def fill(cls, loss: Tensor) -> None:
-        """After a backward, let what no chunk of a call has used have zeros, and what some have not
-        used be dense.
+        """After a backward, let what no chunk of a call has used have zeros added, which its hooks
+        see, and what some have not used be dense.
         """
         nodes = reachable(loss.grad_fn)
+        used, unused = set[Tensor](), set[Tensor]()
         for chunks, params in cls.calls:
-            used = [found for root, found in chunks if root in nodes]
-            if not any(w in found for w in params for found in used):
-                continue
-            for w in [w for w in params if w.requires_grad]:
-                if w.grad is None and not any(w in found for found in used):
-                    w.grad = torch.zeros_like(w)
-                elif w.grad is not None and not all(w in found for found in used):
-                    w.grad = w.grad.to_dense() if w.grad.is_sparse else w.grad
+            found = [leaves for root, leaves in chunks if root in nodes]
+            if any(w in leaves for w in params for leaves in found):
+                used.update(*found)
+                unused.update(w for w in params if not all(w in leaves for leaves in found))
+        for w in [w for w in unused if w.requires_grad]:
+            if w not in used:
+                w.backward(torch.zeros_like(w))
+            elif w.grad is not None and w.grad.is_sparse:
+                w.grad = w.grad.to_dense()
 
     def map(self, batches: list[Tensor], split: bool) -> Iterator[Tensor]:
         with torch.no_grad():
@@ -522,7 +525,7 @@ def edit_data(p: Program, draw: random.Random) -> None:
     elif how == 1:
         tensor.data = tensor.data * 0.9
     else:
-        array = tensor.detach().numpy()
+        array = p.parameter(draw).detach().numpy()  # a buffer could not be resized any more
         array *= 0.9
 
 
@@ -885,6 +888,7 @@ def main() -> None:
     runs = [how.run] if how.run else [*RUNS]
     tried: Counter[str] = Counter()
     begun, wrong = time.monotonic(), 0
+    importlib.import_module("torch._dynamo")  # as optimizers do
     gc.freeze()
     for number in range(how.count):
         seed, run = how.first + number // len(runs), runs[number % len(runs)]
