@@ -236,7 +236,9 @@ when that was read.
 
 @contextlib.contextmanager
 def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[None]:
-    """Let the replica end that gets the message of this number inside of the block."""
+    """Let the replica end that gets the message of this number inside of the block, if another one
+    has what it has of all models' steps.
+    """
     send, receive = Dispatcher.send, Dispatcher.receive
     numbers, due = itertools.count(), []
 
@@ -244,8 +246,14 @@ def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[N
         os.kill(slot.client.hello.pid, signal.SIGKILL)
         assert ended(slot.client.hello.pid)
 
+    def knows(slot: Any) -> bool:
+        trained = [m.resident.weights for m in executor._masters.values() if m.resident]
+        fresh = all(not (w.lacking or w.coming) or w.current(slot) for w in trained)
+        return fresh and slot.client.alive()
+
     def dying_send(self: Any, slot: Any, *rest: Any) -> Any:
-        mortal = next(numbers) == at and slot.ready and len(self._set.ready()) > 1
+        others = [other for other in self._set.ready() if other is not slot]
+        mortal = next(numbers) == at and slot.ready and any(map(knows, others))
         if mortal and moment == "before":
             end(slot)
         pending = send(self, slot, *rest)
@@ -268,7 +276,7 @@ def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[N
         patch.setattr(Dispatcher, "send", dying_send)
         patch.setattr(Dispatcher, "receive", dying_receive)
         yield
-    executor.grow()  # a death that nothing has noticed yet counts as one inside, too
+    executor.grow()
 
 
 @contextlib.contextmanager
