@@ -183,7 +183,14 @@ class Resident:
             master, optimizers = self._master, self.weights.optimizers
             master.sync()
             rows = optimizer.rows(master)
+            memory: dict[object, Tensor] = {}
             for p, (_, slot) in rows.items():
+                if p.numel() and memory.setdefault((p.device, p.data_ptr()), p) is not p:
+                    raise ValueError(
+                        "optimizer: two parameters lie in the same memory, as after "
+                        "one.weight.data = other.weight.data: let them be one parameter, as after "
+                        "one.weight = other.weight"
+                    )
                 if slot is None and p not in optimizer.known:
                     raise ValueError(
                         f"optimizer: a parameter of shape {tuple(p.shape)} is not, or not any "

@@ -259,9 +259,8 @@ class Master:
         records = self.records.values()
         places = {(o.seen[1], o.seen[2][:3]): o.slot for o in records if o.slot in slots}
         for one in records:
-            one.leader = one.slot if one.slot in slots else None
-            if one.kind == "attribute":
-                one.leader = places.get((one.seen[1], one.seen[2][:3]))
+            own = one.slot if one.slot in slots else None
+            one.leader = own or places.get((one.seen[1], one.seen[2][:3]))
             if one.leader is not None:
                 one.place, one.spec_at = None, self.revision
                 touch([one])  # which makes a copy to compare with

@@ -526,6 +526,23 @@ def test_T5_an_attribute_in_the_memory_of_a_weight(two: Executor) -> None:
     compare(two, program, make)
 
 
+def test_T5_parameters_in_the_same_memory(two: Executor) -> None:
+    """One that no optimizer has follows the steps; two that it has are refused."""
+
+    def tied() -> nn.Module:
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        net[2].weight.data = net[0].weight.data
+        return net
+
+    def program(model: Any, optimizer: Any) -> Any:
+        for step in range(3):
+            yield advance(model, optimizer, step)
+
+    compare(two, program, tied, torch.optim.SGD, lambda model: [model.module[0].weight])
+    with pytest.raises(ValueError, match="the same memory"):
+        small(two, True, tied)
+
+
 # --- deaths ---
 
 
