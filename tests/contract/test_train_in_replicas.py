@@ -36,7 +36,6 @@ from raydp_parallel import (
 )
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.start import Starter
-from raydp_parallel.driver.dispatcher import Dispatcher
 
 
 def net() -> nn.Module:
@@ -188,76 +187,6 @@ def test_T1_groups_and_clipping(clip: str, replicas: int, executors: Any) -> Non
     compare(executors(replicas), partial(train, clip=clip), net, params=groups)
 
 
-@made_of(words=lambda: nn.Embedding(400, 64, sparse=True), last=(64, 3))
-def words(net: Any, x: Tensor) -> Tensor:
-    """An embedding with sparse gradients, and a layer with others."""
-    return net.last(net.words(x).mean(1))
-
-
-def test_T1_sparse_gradients(two: Executor) -> None:
-    """They travel as they always do."""
-
-    def program(model: Any, optimizer: Any) -> None:
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randint(0, 400, (8, 100))).square().sum().backward()
-            optimizer.step()
-
-    compare(two, program, words, torch.optim.SGD)
-
-
-def table(net: nn.Module, i: Tensor) -> Tensor:
-    """A weight as a table, of which one chunk has a sparse gradient, and the other a dense one."""
-    return nn.functional.embedding(i, net[0].weight, sparse=bool(i[0] < 1))
-
-
-def test_T1_gradients_that_are_kept_and_sent(two: Executor) -> None:
-    """Both count: of a weight that is also an argument, or in a closure, and of one whose gradient
-    is sparse in some chunks.
-    """
-
-    def program(model: Any, optimizer: Any) -> Any:
-        weight = model.module[0].weight
-        for count in (1, 8, 8):
-            optimizer.zero_grad()
-            x = torch.randn(count, 6)
-            model.run(lambda net, x: net(x) + weight.square().sum(), x).sum().backward()
-            model.run(lambda net, x, w: net(x) * w.sum(), x, weight, split=False).sum().backward()
-            yield weight.grad
-            optimizer.step()
-        for turn in range(4):
-            if turn < 3:
-                optimizer.zero_grad()
-            model.run(table, torch.tensor([[0, 7], [7, 0]][turn % 2])).square().sum().backward()
-            yield weight.grad
-            optimizer.step()
-
-    compare(two, program, close=True)
-
-
-@made_of(one=(6, 6), other=(6, 6))
-def either(net: Any, x: Tensor) -> Tensor:
-    """Each chunk uses one of two layers."""
-    return net.one(x) if x[0, 0] > 0 else net.other(x)
-
-
-def test_T1_a_chunk_that_reaches_nothing_that_is_trained(executors: Any) -> None:
-    """It has no gradient to keep."""
-
-    def program(model: Any, optimizer: Any) -> Any:
-        for sign in (-1, 1):
-            model(torch.cat([torch.ones(4, 6), sign * torch.ones(4, 6)])).sum().backward()
-            optimizer.step()
-            yield from [p.grad for p in model.parameters() if p.grad is not None]
-
-    compare(
-        executors(name="none", unused_grads="none"),
-        program,
-        either,
-        params=lambda m: [m.module.one.weight],
-    )
-
-
 def hooked(net: nn.Module, x: Tensor) -> Tensor:
     """Lets the backward of a chunk fail whose gradient is negative."""
     out = net(x)
@@ -358,20 +287,6 @@ def test_T5_gradients_that_the_program_changes(what: str, two: Executor) -> None
             model(torch.ones(4, 6)).sum().backward()
             yield from [p.grad for p in model.parameters() if p.grad is not None]
             optimizer.step()
-
-    compare(two, program, close=True)
-
-
-def test_T5_the_norm_of_what_is_accumulated(two: Executor) -> None:
-    """After each of two backwards, and of what was clipped; the step uses the sum of both."""
-
-    def program(model: Any, optimizer: Any) -> Any:
-        for step in range(2):
-            model(torch.full((8, 6), 1.0 + step)).square().mean().backward()
-            yield norm_of(model, optimizer)
-        clipped(model, optimizer, 0.1)
-        yield norm_of(model, optimizer)
-        optimizer.step()
 
     compare(two, program, close=True)
 
@@ -565,25 +480,6 @@ def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
         advance(model, optimizer, 1)
 
 
-@pytest.mark.parametrize("dead", [(0,), (1,), (0, 1)], ids=str)
-def test_T2_a_death_before_the_clipping(dead: tuple[int, ...], killable: Executor) -> None:
-    """What is made again is clipped, and the next step, too."""
-
-    def program(model: Any, optimizer: Any) -> Any:
-        for step in range(3):
-            optimizer.zero_grad()
-            for _ in range(1 + step):
-                (model(torch.randn(8, 6)) * 50).square().sum().backward()
-            if step != 1 and hasattr(optimizer, "grad_norm"):
-                model.sync()
-                killable.grow()
-                kill(killable, *dead)
-            yield clipped(model, optimizer, 0.01)
-            optimizer.step()
-
-    compare(killable, program, layers, torch.optim.SGD, close=True)
-
-
 def test_T2_a_death_after_weights_were_read(killable: Executor) -> None:
     """That fetches them, also into what lies in their memory, as the weight of spectral norm."""
     results = []
@@ -625,32 +521,6 @@ def test_T2_a_buffer_that_only_the_second_forward_writes_to(killable: Executor) 
         optimizer.step()
         results.append(held(model, optimizer))
     assert same(*results)
-
-
-def test_T2_a_norm_that_is_interrupted(killable: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not made again: what the program loads then is what it goes on from."""
-    killable.grow()
-    model, optimizer = small(killable)
-    states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    model(torch.ones(4, 6)).sum().backward()
-    send = Dispatcher.send
-
-    def interrupted(self: Any, slot: Any, call: Any, *rest: Any) -> Any:
-        if call.phase == "step" and slot.index:
-            kill(killable, 1)
-            raise KeyboardInterrupt
-        return send(self, slot, call, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Dispatcher, "send", interrupted)
-        assert isinstance(raised(partial(optimizer.clip_grad_norm_, 0.1)), KeyboardInterrupt)
-    nn.init.ones_(model.module[0].weight)
-    model.load_state_dict(states[0])
-    optimizer.load_state_dict(states[1])
-    plain, ordinary = small(killable, inside=False)
-    for one in (model, optimizer), (plain, ordinary):
-        advance(*one, 0)
-    assert same(held(model, optimizer), held(plain, ordinary))
 
 
 def test_T2_a_gradient_that_is_held_and_cannot_be_made_again(killable: Executor) -> None:
@@ -793,23 +663,6 @@ def test_T3_closing_the_executor_syncs() -> None:
     assert isinstance(raised(optimizer.step), ExecutorClosed)
 
 
-def test_T3_tensors_that_are_swapped(two: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight is what it was swapped for, which gets its values; gradients may be swapped, too."""
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-
-    def program(model: Any, optimizer: Any) -> Any:
-        weight, new = model.module[0].weight, nn.Parameter(torch.zeros(8, 6))
-        for step in range(2):
-            advance(model, optimizer, step)
-        torch.utils.swap_tensors(weight, new)
-        yield from (model(torch.ones(4, 6)), weight, new)
-        advance(model, optimizer, 2)
-        model.module.double()
-        yield weight.grad
-
-    compare(two, program)
-
-
 class Own(nn.Parameter):
     """A parameter that fetches nothing by itself."""
 
@@ -842,17 +695,6 @@ def test_T3_another_name_of_a_weight(two: Executor) -> None:
     compare(two, program)
 
 
-def for_a_call(net: Any, model: Any, optimizer: Any) -> Any:
-    """Take a layer out for one call, as for features."""
-    for step in range(5):
-        advance(model, optimizer, step)
-        last, net[2] = net[2], nn.Identity()
-        with torch.no_grad():
-            yield model(torch.ones(4, 6))
-        net[2] = last
-        yield last.weight.grad
-
-
 def for_a_step(net: Any, model: Any, optimizer: Any) -> Any:
     """Take a layer out for two steps, and look at the state meanwhile."""
     last = net[2]
@@ -860,18 +702,6 @@ def for_a_step(net: Any, model: Any, optimizer: Any) -> Any:
         net[2] = nn.Identity() if step in (2, 3) else last
         advance(model, optimizer, step)
         yield from optimizer.state[last.bias if step == 2 else net[0].bias].values()
-
-
-def for_good(net: Any, model: Any, optimizer: Any) -> Any:
-    """Replace a layer whose gradient is kept, and train the new one in a group of its own."""
-    advance(model, optimizer, 0)
-    old, net[2] = net[2], nn.Linear(8, 2)
-    net.zero_grad()
-    model(torch.ones(4, 6)).sum().backward()
-    yield from (old.weight.grad, net[0].weight.grad)
-    optimizer.add_param_group({"params": net[2].parameters()})
-    for step in range(2):
-        advance(model, optimizer, step)
 
 
 def out_of_the_group(net: Any, model: Any, optimizer: Any) -> Any:
@@ -883,7 +713,7 @@ def out_of_the_group(net: Any, model: Any, optimizer: Any) -> Any:
     assert optimizer.state[net[0].bias] is state[net[0].bias]
 
 
-@pytest.mark.parametrize("how", [for_a_call, for_a_step, for_good, out_of_the_group])
+@pytest.mark.parametrize("how", [for_a_step, out_of_the_group])
 def test_T3_parameters_that_leave(how: Any, two: Executor) -> None:
     """They keep their gradients and moments, and are trained again where they come back. Records of
     what replicas keep, and their optimizers, could be of a number that is another's, or nobody's.
