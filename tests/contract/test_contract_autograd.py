@@ -827,6 +827,15 @@ def test_B12_the_memory_of_gradients_goes_with_the_model(two):
     assert torch.UntypedStorage._expired(memory)
 
 
+def test_B12_inputs_are_not_kept_alive(quiet_gc):
+    """The driver keeps no batch beyond the graph that needs it."""
+    x = data(4, 3)
+    alive = weakref.ref(x)
+    out = wrap(mlp())(x)
+    del x
+    assert alive() is None and out.requires_grad
+
+
 @alike(apart, plain=False)
 def test_B12_failed_backward_leaves_nothing_behind(model):
     """A hook raises after some gradients arrived; the next backward has only its own."""

@@ -17,13 +17,13 @@ TWO = ["cpu", "cpu"]
 
 
 def test_a_parameter_that_is_an_input_too() -> None:
-    """It stands twice among a chunk's leaves; one gradient was lost."""
-    scale = nn.Parameter(torch.tensor(2.0))
-    net, x = Apply(lambda net, x, scale: x * net.scale * scale, scale=scale), torch.arange(4.0)
-    DataParallel(net, TWO)(x, net.scale).sum().backward()
+    """It stands three times among a chunk's leaves; one gradient was lost."""
+    scale, x = nn.Parameter(torch.tensor(2.0)), torch.arange(4.0)
+    net = Apply(lambda net, x, one, other: x * net.scale * one * other.exp(), scale=scale)
+    DataParallel(net, TWO)(x, net.scale, net.scale).sum().backward()
     ours = net.scale.grad.clone()
     net.scale.grad = None
-    net(x, net.scale).sum().backward()
+    net(x, net.scale, net.scale).sum().backward()
     torch.testing.assert_close(ours, net.scale.grad)
 
 
