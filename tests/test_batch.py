@@ -100,10 +100,8 @@ def test_S5_dim_out_of_range(dim):
 
 
 @pytest.mark.parametrize("sizes,count", [((6, 1), 2), ((5, 4), 4), ((9, 12), 4), ((2, 0), 3)])
-def test_S6_rows_are_never_lost(sizes, count):
-    """Tensors that yield different numbers of chunks raise, where upstream ends with the
-    shortest.
-    """
+def test_S6_K3_rows_are_never_lost(sizes, count):
+    """Where upstream ends with the shortest."""
     first, second = sizes
     if all(sizes):
         chunks = oracle.scatter((numbers(first), numbers(second)), range(count))
@@ -112,6 +110,8 @@ def test_S6_rows_are_never_lost(sizes, count):
         scatter((numbers(first), {"x": [numbers(second)]}), range(count))
     assert f"inputs[0]: size {first}, " in str(caught.value)
     assert f"inputs[1]['x'][0]: size {second}, " in str(caught.value)
+    with pytest.raises(ValueError, match=rf"kwargs\['x'\]: size {second}, "):
+        scatter_kwargs((numbers(first),), {"x": numbers(second)}, range(count))
 
 
 @pytest.mark.parametrize("value", [Named("N"), Labelled("n")])
@@ -167,7 +167,7 @@ def test_S14_no_device(call, value):
         ((), None),
     ],
 )
-def test_K1_as_upstream(inputs, kwargs):
+def test_K1_K4_as_upstream(inputs, kwargs):
     """Both results have one entry per chunk; what is missing is padded; nothing gives nothing."""
     left, right = scatter_kwargs(inputs, kwargs, TWO)
     assert len(left) == len(right)
@@ -185,9 +185,7 @@ def test_G2_scalars_become_a_vector():
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_G2_scalars_are_reduced_when_asked(scalars, weights, expected, dim):
-    """A loss comes back as one number without a warning, gradients included, along whatever
-    dimension; so do counts.
-    """
+    """One number without a warning, gradients included; so are counts."""
     parts = [torch.tensor(1.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)]
     how = {"scalars": scalars, "weights": weights}
     with warnings.catch_warnings():
@@ -221,6 +219,21 @@ def test_G3_replicas_have_to_agree(parts):
     told = f"output['x'][0]: replica 0 returned {kinds[0]}, replica 1 {kinds[1]}"
     assert told in str(caught.value)
     assert gather([None, None], "cpu") is None
+
+
+@pytest.mark.parametrize(
+    "keys,kind,text",
+    [
+        ([range(2), range(3)], ValueError, "2, 3"),
+        (["a", "ab"], ValueError, "All dicts must have the same number of keys"),
+        (["a", "b"], KeyError, "a"),
+    ],
+)
+def test_G4_G6_structures_have_to_agree(keys, kind, text):
+    """Never one replica's for all in silence."""
+    kinds = dict.fromkeys if isinstance(keys[0], str) else list
+    with pytest.raises(kind, match=text):
+        gather([kinds(some) for some in keys], "cpu")
 
 
 def test_G4_dicts():
@@ -275,9 +288,7 @@ class Keyed(Bag):
 
 
 def test_G5_iterable_classes():
-    """They are made of their joined parts, as upstream; what has no tensors, or cannot be made so,
-    is a list.
-    """
+    """They are made of their joined parts, as upstream, or are a list."""
     parts = [Bag([numbers(2), (numbers(1), None)]), Bag([numbers(1), (numbers(1), None)])]
     left, right = gather(parts, "cpu"), oracle.gather(parts, 0)
     assert type(left) is type(right) is Bag
@@ -308,7 +319,10 @@ def test_G7_dataclass(make):
 
 @pytest.mark.parametrize(
     "shapes,dim",
-    [([(2, 3), (2, 4)], 0), ([(2, 3), (1, 3)], 1), ([(2, 3), (2,)], 0), ([(2,), (0,), (2, 1)], 0)],
+    [
+        *(([(2, 3), (2, 4)], 0), ([(2, 3), (1, 3)], 1), ([(2, 3), (2,)], 0)),
+        *(([(2,), (0,), (2, 1)], 0), ([(2, 3), (0,)], 0)),  # which torch.cat ignores
+    ],
 )
 def test_G8_sizes_have_to_agree(shapes, dim):
     """Sizes other than along dim have to be equal; the first tensor that differs is named."""
@@ -318,13 +332,6 @@ def test_G8_sizes_have_to_agree(shapes, dim):
     text = f"Input tensor at index {len(parts) - 1} has invalid shape"
     with pytest.raises(RuntimeError, match=text):
         gather(parts, "cpu", dim)
-
-
-def test_G8_an_empty_vector_is_no_exception():
-    """torch.cat ignores a tensor of shape (0,) among others; we do not."""
-    text = r"Input tensor at index 1 has invalid shape \[0\], but expected \[2, 3\]"
-    with pytest.raises(RuntimeError, match=text):
-        gather([torch.ones(2, 3), torch.ones(0)], "cpu")
 
 
 def test_G10_minus_one_is_the_cpu():
@@ -350,9 +357,7 @@ class Silent(torch.autograd.Function):
 
 
 def test_B9_no_gradient_at_all_is_none():
-    """Where no chunk got a gradient, the input gets none either; where one did, the others count as
-    zeros.
-    """
+    """Where one chunk got a gradient, the others count as zeros."""
     x = numbers(4, requires_grad=True)
     for other, expected in ((Silent.apply, None), (torch.clone, [0, 0, 1, 1])):
         first, second = scatter(x, TWO)
@@ -542,9 +547,7 @@ def test_B6_derivatives_of_any_order(size, count, dim, seed, data):
 @example([4, 6, 5, 8, 7, 5, 4] * 9, 2, False)
 @example([4, 6, 5, 8, 7, 5, 4] * 9, 3, False)
 def test_S12_packed_sequences(lengths, count, in_order):
-    """They come back as torch packs them, among many of one length too, because a loss compares
-    ``data`` with that of packed targets; with the gradient of plain copying.
-    """
+    """As torch packs them, because a loss compares ``data`` with that of packed targets."""
     lengths = sorted(lengths, reverse=True) if in_order else lengths
     pieces = [torch.randn(size, 2, dtype=torch.double, requires_grad=True) for size in lengths]
     value = pack_sequence(pieces, enforce_sorted=in_order)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -247,9 +248,7 @@ def test_B3_no_zeros_where_no_parameter_is_used():
 
 
 def test_B3_option_none_is_the_plain_module():
-    """``Options(unused_grads="none")`` leaves the gradients of parameters None that no replica
-    used.
-    """
+    """Gradients of parameters stay None that no replica used."""
 
     def use(model):
         model(torch.tensor([[1.0, 2.0, 3.0], [-1.0, 2.0, 3.0]])).sum().backward()
@@ -416,6 +415,16 @@ def two_heads(net, x):
     return net.one(h).sin(), net.two(h).exp()
 
 
+@alike(made_of(weight=ones(3))(lambda net, x, y: x * 3 + (y * net.weight).pow(2)), upstream=False)
+def test_B6_second_order_with_a_constant_gradient(model):
+    """A gradient that cannot be differentiated further, beside one that can."""
+    x, y = leaf(4, 3), leaf(4, 3)
+    gx, gy = torch.autograd.grad(model(x, y).sum(), [x, y], create_graph=True)
+    assert gy.requires_grad and not gx.requires_grad
+    (gx.sum() + gy.square().sum()).backward()
+    return gx.detach(), gy.detach(), y.grad
+
+
 # --- B6: only what is asked for ---
 
 
@@ -453,9 +462,7 @@ def test_B6_subset_computes_only_what_was_asked(create_graph):
 
 
 def test_B6_subset_moves_only_what_was_asked():
-    """The bytes that come back are those of the gradients asked for, and not those of frozen
-    parameters.
-    """
+    """And nothing of frozen parameters."""
     model = wrap(nn.Sequential(nn.Linear(8, 1000), nn.Linear(1000, 2)))
     bias, x, sizes = model.module[1].bias, leaf(4, 8), []
     for frozen in (True, False):
@@ -497,9 +504,7 @@ def test_B6_forward_mode_is_refused(two):
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jacrev", "batched", "vectorize"])
 def test_B6_transforms_are_refused(two, transform):
-    """Upstream fails there, too, as torch did here: with errors about data pointers, random
-    operations and static methods.
-    """
+    """Upstream fails there, too, with errors about data pointers and static methods."""
     model = DataParallel(nn.Linear(3, 2), executor=two)
     x = torch.randn(4, 3)
 
@@ -545,9 +550,7 @@ def apart(net, x, y):
 
 @alike(apart, [2, 3])
 def test_B8_separate_backward_on_different_outputs(model):
-    """Each output's graph is freed alone, so no ``retain_graph`` is needed; none of the other's
-    gradients is computed.
-    """
+    """Each output's graph is freed alone, so no ``retain_graph`` is needed."""
     x, y = leaf(6, 3), leaf(6, 3)
     out = model(x, y)
     out["one"].square().sum().backward()
@@ -581,9 +584,7 @@ def test_B10_output_fed_back(model):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_B10_checkpoint_inside(use_reentrant):
-    """Recomputed in the replica; batch norm counts twice, and so does the master's, the second time
-    with backward.
-    """
+    """Batch norm counts twice, and so does the master's, the second time with backward."""
 
     def use(model):
         x, counts = leaf(6, 3), []
@@ -718,9 +719,7 @@ def test_B11_backward_reaches_a_layer_that_was_swapped(model):
 
 @pytest.mark.parametrize("what", ["input", "weight"])
 def test_B11_what_no_version_shows_does_not_reach_the_graph(what):
-    """An input, for which torch raises, or a weight by ``.data``: gradients are those of what
-    forward saw, of which replicas have copies.
-    """
+    """An input, for which torch raises, or a weight by ``.data``."""
     models = trio(mlp(), 2)
     x = data(6, 3)
     models.plain(x).square().sum().backward()
@@ -796,9 +795,7 @@ def test_B12_no_reference_cycles_and_no_graphs_left(step, quiet_gc):
 
 
 def test_B12_output_holds_the_graph(quiet_gc):
-    """While one of several outputs lives, so do the graphs; with it they go, in every replica that
-    has one, and as in torch with backward without ``retain_graph``.
-    """
+    """In every replica that has one, until backward without ``retain_graph``."""
     model = wrap(two_heads())
     before = graphs(model)
     out, second = model(data(4, 3))
