@@ -544,10 +544,8 @@ class DataParallel(nn.DataParallel[T]):
 
     def _own(self, *methods: str) -> bool:
         """Tell if methods are this class's, and not those of a subclass or of the instance."""
-        return all(
-            getattr(getattr(self, name), "__func__", None) is vars(DataParallel)[name]
-            for name in methods
-        )
+        found = [getattr(getattr(self, name), "__func__", None) for name in methods]
+        return found == [vars(DataParallel)[name] for name in methods]
 
     def _warn_once(self, text: str, name: str) -> None:
         if name not in self.__dict__:

@@ -104,16 +104,12 @@ def _has_gpus() -> bool:
 
 def describe(device: torch.device, node: str) -> Hello:
     """Describe this process and its device, on a node with this id of Ray's."""
-    hello = Hello(os.getpid(), node, str(device))
+    process = os.getpid(), node, str(device)
     if device.type == "cpu":
-        return hello._replace(cores=cores())
+        return Hello(*process, cores=cores())
     found = torch.cuda.get_device_properties(device)
-    return hello._replace(
-        gpu=found.name,
-        gpu_uuid=str(found.uuid),
-        memory=found.total_memory,
-        processors=found.multi_processor_count,
-    )
+    size = found.total_memory, found.multi_processor_count
+    return Hello(*process, found.name, str(found.uuid), *size)
 
 
 def own_gpu(uuid: str) -> torch.device | None:
