@@ -142,7 +142,7 @@ def test_the_reporter_and_the_commands(
 ) -> None:
     cluster = Cluster(monkeypatch.setattr)
     monkeypatch.setattr(reporter, "EVERY", 3600.0)
-    watching = reporter.Reporter(fake)
+    watching = reporter.Reporter(fake.replica_set, lambda: fake.stats)
     for _ in range(5):
         fake.step()
         watching._report()

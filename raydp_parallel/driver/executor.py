@@ -102,7 +102,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
                         master.resident.save()
                 self._saved = now
         if self._reporter is None and self.options.metrics:
-            self._reporter = Reporter(self)
+            self._reporter = Reporter(self.replica_set, weakref.WeakMethod(self.stats))
         return found
 
     def master(self, module: nn.Module) -> Master:

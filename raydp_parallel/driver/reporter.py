@@ -8,19 +8,15 @@ import atexit
 import json
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.errors import log
 from raydp_parallel.monitoring import status
 from raydp_parallel.monitoring.metrics import INFO, increments, process_tags, summary
 from raydp_parallel.monitoring.stats import ExecutorStats
-
-if TYPE_CHECKING:
-    from raydp_parallel.driver.executor import Executor
 
 EVERY = 1.0
 """Seconds between two reports."""
@@ -30,12 +26,19 @@ _SUMMARY = 5
 
 
 class Reporter:
-    """The thread. It ends with `close`, or when nobody has the executor any more."""
+    """The thread. It ends with `close`, or when nobody has the executor any more.
 
-    def __init__(self, executor: Executor) -> None:
+    Args:
+        replica_set: The executor's replicas.
+        stats: Gives the executor's method that says what to report; None after its end.
+    """
+
+    def __init__(
+        self, replica_set: ReplicaSet, stats: Callable[[], Callable[[], ExecutorStats] | None]
+    ) -> None:
         self._stop = threading.Event()
-        self._executor = weakref.ref(executor)
-        self._last = ExecutorStats(executor.replica_set.recorder.name, (), "none")  # reported
+        self._set, self._stats = replica_set, stats
+        self._last = ExecutorStats(replica_set.recorder.name, (), "none")  # reported
         self._reports = 0
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="raydp-reporter", daemon=True)
@@ -51,7 +54,7 @@ class Reporter:
 
     def _run(self) -> None:
         # No callback of the reference sets the event: it may come while this thread holds its lock.
-        while not self._stop.wait(EVERY) and self._executor() is not None:
+        while not self._stop.wait(EVERY) and self._stats() is not None:
             self._guarded(self._report)
         self._guarded(self._end)
         atexit.unregister(self.close)
@@ -69,21 +72,19 @@ class Reporter:
             self._warned = True
 
     def _report(self) -> None:
-        executor = self._executor()
-        if executor is None:
-            return
-        stats = executor.stats()
-        self._count(stats)
-        ray_api.put_entry(stats.name, json.dumps(status.entry(stats)))
+        self._count()
+        ray_api.put_entry(self._last.name, json.dumps(status.entry(self._last)))
         self._reports += 1
-        if self._reports % _SUMMARY == 0 and stats.recent is not None:
-            slots = [*executor.replica_set.slots.values()]
-            for replica in stats.recent.replicas:
+        if self._reports % _SUMMARY == 0 and self._last.recent is not None:
+            slots = [*self._set.slots.values()]
+            for replica in self._last.recent.replicas:
                 if replica.busy and replica.state == "ready":
                     slots[replica.index].client.show(summary(replica))
 
-    def _count(self, stats: ExecutorStats) -> None:
-        """Add what is new to the metrics."""
+    def _count(self) -> None:
+        """Add what is new to the metrics; without an executor, all replicas are gone."""
+        look = self._stats()
+        stats = replace(self._last, replicas=()) if look is None else look()
         for more in increments(stats.since(self._last)):
             ray_api.count(*more)
         pids = {replica.pid for replica in stats.replicas}
@@ -94,8 +95,7 @@ class Reporter:
         self._last = stats
 
     def _end(self) -> None:
-        executor = self._executor()
-        if executor is not None:
-            self._count(executor.stats())
-        self._count(replace(self._last, replicas=()))
+        self._count()
+        self._stats = lambda: None
+        self._count()
         ray_api.delete_entry(self._last.name)
