@@ -5,6 +5,7 @@ would.
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from raydp_parallel import errors
@@ -24,41 +25,43 @@ from raydp_parallel.errors import StateLost as StateLost
 from raydp_parallel.errors import TransferError as TransferError
 
 if TYPE_CHECKING:
-    from raydp_parallel.batch import ChunkRefs, gather, register_batch_type, scatter, scatter_kwargs
-    from raydp_parallel.driver.executor import Executor, shutdown
-    from raydp_parallel.functional import parallel_apply, replicate
-    from raydp_parallel.monitoring.stats import ExecutorStats
-    from raydp_parallel.options import Options
-    from raydp_parallel.replica.sync_batch_norm import convert_sync_batchnorm
-    from raydp_parallel.wrapper import DataParallel, data_parallel
+    from raydp_parallel.batch import ChunkRefs as ChunkRefs
+    from raydp_parallel.batch import gather as gather
+    from raydp_parallel.batch import register_batch_type as register_batch_type
+    from raydp_parallel.batch import scatter as scatter
+    from raydp_parallel.batch import scatter_kwargs as scatter_kwargs
+    from raydp_parallel.driver.executor import Executor as Executor
+    from raydp_parallel.driver.executor import shutdown as shutdown
+    from raydp_parallel.functional import parallel_apply as parallel_apply
+    from raydp_parallel.functional import replicate as replicate
+    from raydp_parallel.monitoring.stats import ExecutorStats as ExecutorStats
+    from raydp_parallel.options import Options as Options
+    from raydp_parallel.replica.sync_batch_norm import (
+        convert_sync_batchnorm as convert_sync_batchnorm,
+    )
+    from raydp_parallel.wrapper import DataParallel as DataParallel
+    from raydp_parallel.wrapper import data_parallel as data_parallel
 
 __version__ = "1.0.0rc2"
 
-__all__ = [
-    "ChunkRefs",
-    "DataParallel",
-    "Executor",
-    "ExecutorStats",
-    "Options",
-    "convert_sync_batchnorm",
-    "data_parallel",
-    "gather",
-    "parallel_apply",
-    "register_batch_type",
-    "replicate",
-    "scatter",
-    "scatter_kwargs",
-    "shutdown",
-]
-__all__ += [name for name, value in vars(errors).items() if isinstance(value, type)]
+_HOMES = {
+    "wrapper": ("DataParallel", "data_parallel"),
+    "driver.executor": ("Executor", "shutdown"),
+    "options": ("Options",),
+    "monitoring.stats": ("ExecutorStats",),
+    "functional": ("replicate", "parallel_apply"),
+    "batch": ("scatter", "scatter_kwargs", "gather", "register_batch_type", "ChunkRefs"),
+    "replica.sync_batch_norm": ("convert_sync_batchnorm",),
+}
 
-_HOMES = ("wrapper", "functional", "driver.executor", "batch", "replica.sync_batch_norm")
+__all__ = [*itertools.chain(*_HOMES.values())]
+__all__ += [name for name, value in vars(errors).items() if isinstance(value, type)]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch with the first name that is used: the command needs none."""
-    for home in _HOMES if name in __all__ else ():
-        found = vars(importlib.import_module(f"{__name__}.{home}"))
-        if name in found:
+    for home, names in _HOMES.items():
+        if name in names:
+            found = vars(importlib.import_module(f"{__name__}.{home}"))
             return globals().setdefault(name, found[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
