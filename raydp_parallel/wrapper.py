@@ -53,6 +53,8 @@ from raydp_parallel.state.look import check_devices
 T = TypeVar("T", bound=nn.Module)
 
 Devices = Sequence[Device]
+Inputs = tuple[object, ...]
+"""Positional arguments of a call."""
 
 
 class DataParallel(nn.DataParallel[T]):
@@ -245,7 +247,7 @@ class DataParallel(nn.DataParallel[T]):
     @ambient.uncompiled
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Split, run, gather."""
-        return self._evaluate(self._loss, inputs, kwargs)
+        return self._evaluate(self._loss, inputs, kwargs, split=True, gather=True)
 
     @ambient.uncompiled
     def call(
@@ -321,12 +323,7 @@ class DataParallel(nn.DataParallel[T]):
         return self._evaluate(function, args, kwargs, split, gather)
 
     def _evaluate(
-        self,
-        called: Called,
-        inputs: tuple[object, ...],
-        kwargs: Keywords,
-        split: bool = True,
-        gather: bool = True,
+        self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool, gather: bool
     ) -> Any:
         """Split, run, gather, for what is called."""
         with record_function("raydp_parallel.DataParallel.forward"), exceptions.ShortTraceback():
@@ -356,8 +353,8 @@ class DataParallel(nn.DataParallel[T]):
             return join(outputs) if gather else outputs
 
     def _chunks(
-        self, called: Called, inputs: tuple[object, ...], kwargs: Keywords, split: bool
-    ) -> tuple[Called, Sequence[tuple[object, ...]], Sequence[Keywords], Function]:
+        self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool
+    ) -> tuple[Called, Sequence[Inputs], Sequence[Keywords], Function]:
         """Split the arguments of a call. Returns what is called and its arguments for each chunk,
         and the function that makes one output of the chunks'.
         """
@@ -388,9 +385,7 @@ class DataParallel(nn.DataParallel[T]):
             gather = functools.partial(batch.gather, dim=self.dim, scalars=scalars, weights=rows)
         return called, args, named, lambda outputs: gather(outputs, self.output_device)
 
-    def _run_in_place(
-        self, called: Called, inputs: tuple[object, ...], kwargs: Keywords, split: bool
-    ) -> Any:
+    def _run_in_place(self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool) -> Any:
         """Call the module itself, as upstream does with one device."""
         place = None if replica.own_process else self._place
         if place is not None:
@@ -416,9 +411,7 @@ class DataParallel(nn.DataParallel[T]):
         return [*functional.replicas_of(module, device_ids, detach, self.executor)]
 
     @ambient.uncompiled
-    def scatter(
-        self, inputs: tuple[object, ...], kwargs: Keywords | None, device_ids: Devices
-    ) -> Any:
+    def scatter(self, inputs: Inputs, kwargs: Keywords | None, device_ids: Devices) -> Any:
         """Split the arguments into chunks, one per device."""
         weights = self._options.chunk_weights
         _check_weights(weights, device_ids)
@@ -525,7 +518,7 @@ class DataParallel(nn.DataParallel[T]):
         if not self._in_place:
             self.executor.slots(self.device_ids)  # starts in the caller's thread
 
-        def begin(at: int, inputs: tuple[object, ...], kwargs: Keywords) -> Callable[[], Any]:
+        def begin(at: int, inputs: Inputs, kwargs: Keywords) -> Callable[[], Any]:
             """Send a batch to one replica, or its chunks to all; none of them writes back."""
             if self._in_place:
                 return functools.partial(torch.no_grad()(self.forward), *inputs, **kwargs)
