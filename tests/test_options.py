@@ -92,13 +92,15 @@ for owner, name in (
 import raydp_parallel
 from raydp_parallel.devices import ambient
 from raydp_parallel.replica import engine
+from raydp_parallel.wire.messages import BackwardRequest
 context = ambient.capture()
 torch.set_default_dtype(torch.double)
 leaf = torch.ones(2, requires_grad=True)
 with ambient.enter(context):
     assert torch.get_default_dtype() is torch.float
     out = raydp_parallel.DataParallel(torch.nn.Identity(), ["cpu"])(leaf * 2)
-    (grad,) = engine.differentiate([out], [torch.ones(2)], [leaf], [1], False, False, False)
+    request = BackwardRequest(None, 0, (), [], b"\\1", False, False, None, {})
+    (grad,) = engine.differentiate([out], [torch.ones(2)], [leaf], request)
 assert grad.tolist() == [2, 2]
 ambient.refuse_transforms()
 """

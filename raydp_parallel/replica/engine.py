@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from raydp_parallel.devices.memory import gpu_of
+from raydp_parallel.wire.messages import BackwardRequest
 
 
 def seed(device: torch.device, call_seed: int, chunk: int) -> None:
@@ -52,20 +53,12 @@ def differentiate(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     leaves: Sequence[Tensor],
-    needed: Sequence[int],
-    partial: bool,
-    keep: bool,
-    create: bool,
+    request: BackwardRequest,
 ) -> list[Tensor | None]:
     """Compute the gradients of the leaves that are needed, None for the others and for what was not
-    reached.
-
-    Args:
-        partial: True if the caller's pass leaves out some leaves.
-        keep: True if the graph is used again.
-        create: True if the gradients are part of a graph themselves.
+    reached. They are part of a graph themselves if the request gives that a number.
     """
-    wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
+    wanted = [leaf for leaf, need in zip(leaves, request.needed, strict=True) if need]
     if not wanted:
         return [None] * len(leaves)
     given: Sequence[Tensor | None] = grads
@@ -73,23 +66,23 @@ def differentiate(
         with torch.enable_grad():
             outputs, given = [_Head.apply(grads, *outputs)], [None]
     row: Sequence[Tensor | None]
-    if create:
+    if request.derived is not None:
         row = torch.autograd.grad(
-            outputs, wanted, given, retain_graph=keep, create_graph=True, allow_unused=True
+            outputs, wanted, given, request.keep, create_graph=True, allow_unused=True
         )
     else:
         for leaf in wanted:
             leaf.grad = None  # a pass through a graph that was made of this one may have left some
         try:
             # Reentrant checkpoints inside the module refuse to be told what is wanted.
-            only = wanted if partial else None
-            torch.autograd.backward(outputs, given, retain_graph=keep, inputs=only)
+            only = wanted if request.partial else None
+            torch.autograd.backward(outputs, given, request.keep, inputs=only)
             row = [leaf.grad for leaf in wanted]
         finally:
             for leaf in leaves:
                 leaf.grad = None
     found = iter(row)
-    return [next(found) if need else None for need in needed]
+    return [next(found) if need else None for need in request.needed]
 
 
 def reachable(outputs: Sequence[Tensor]) -> set[int]:

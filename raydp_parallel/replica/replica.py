@@ -230,7 +230,6 @@ class Replica:
         outputs = [self._graphs[key].outputs[k] for key, row in request.outputs for k in row]
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in request.grads]
-        create = request.derived is not None
         grads = [*given]
         for key, numbers in request.outputs:
             if not numbers:  # it only takes part in the layers of the others
@@ -245,9 +244,7 @@ class Replica:
             if keeps:
                 resident.begin(terms.chunk, home.slots, needed)
             with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
-                found = engine.differentiate(
-                    outputs, grads, home.leaves, needed, request.partial, request.keep, create
-                )
+                found = engine.differentiate(outputs, grads, home.leaves, request)
             # A checkpoint that ran again may have written once more.
             writes = module.end(home.state, keeps_data=False)
             if request.derived is not None:

@@ -25,6 +25,9 @@ from raydp_parallel.wire.messages import (
     StepRequest,
 )
 
+Slots = Sequence[int | None]
+"""Those of a graph's leaves; None for inputs."""
+
 
 class Resident:
     """Gradients and optimizers of one model."""
@@ -40,20 +43,14 @@ class Resident:
 
     # Gradients.
 
-    def begin(self, chunk: int, slots: Sequence[int | None], codes: Sequence[int]) -> None:
+    def begin(self, chunk: int, slots: Slots, codes: bytes) -> None:
         """Drop gradients of a chunk that begin anew, before there is memory for the new ones."""
         kept = self._kept.setdefault(chunk, {})
         for slot, code in zip(slots, codes, strict=True):
             if code == KEPT and slot is not None:
                 kept.pop(slot, None)
 
-    def keep(
-        self,
-        chunk: int,
-        slots: Sequence[int | None],
-        codes: Sequence[int],
-        grads: list[Tensor | None],
-    ) -> bytes:
+    def keep(self, chunk: int, slots: Slots, codes: bytes, grads: list[Tensor | None]) -> bytes:
         """Keep gradients of a chunk, and take these out of the row; returns which they are.
 
         Args:
