@@ -4,8 +4,7 @@ asked for, of which ``step`` and the state are in the replicas.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -13,11 +12,8 @@ from torch import Tensor, nn
 
 from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.driver.executor import Executor
-from raydp_parallel.driver.remote_grad import RemoteGrad
-from raydp_parallel.driver.resident import Resident, States, Values
-from raydp_parallel.state.mirror import Master
-
-_numbers = itertools.count(1)
+from raydp_parallel.driver.optimizer_state import OptimizerState, Values, numbers
+from raydp_parallel.driver.resident import Resident
 
 
 def make(
@@ -55,17 +51,14 @@ def make(
     return found
 
 
-class InReplicas(torch.optim.Optimizer):
+class InReplicas(OptimizerState):
     """The parts of an optimizer that differ where replicas make the steps."""
 
-    kind: type[torch.optim.Optimizer]
-    known: Mapping[Tensor, tuple[int, int | None]]  # the rows that replicas got
-    sent: Sequence[Values]  # each group's other values that they have
     _resident: Resident  # until it has one, torch makes it as an ordinary one
 
     def begin(self, resident: Resident, keywords: Values) -> None:
         """Let replicas make the steps from here on."""
-        self.number, self.keywords, self.known = next(_numbers), keywords, {}
+        self.number, self.keywords, self.known = next(numbers), keywords, {}
         self._step_supports_amp_scaling = False  # a scaler unscales gradients before the step
         resident.add(self)
         self._resident = resident
@@ -99,54 +92,6 @@ class InReplicas(torch.optim.Optimizer):
         if hasattr(self, "_resident") and self.number in self._resident.weights.optimizers:
             self._resident.add(self)  # at once: a parameter may have left by the next step
 
-    def rows(self, master: Master) -> dict[Tensor, tuple[int, int | None]]:
-        """Return its parameters, with the numbers of their groups, and their slots."""
-        groups = enumerate(self.param_groups)
-        return {p: (number, master.slot(p)) for number, group in groups for p in group["params"]}
-
-    def slots(self, master: Master) -> set[int]:
-        """Return the slots of its parameters, but for those that have left the module."""
-        return {n for _, n in self.rows(master).values() if n is not None}
-
-    def described(self, master: Master) -> States:
-        """Return its groups and its state, with slots in the place of parameters."""
-        groups: list[Values] = []
-        # What the other replicas have of a group: its changes since then go with the next step.
-        for number, group in enumerate(self.param_groups):
-            sent = self.sent[number] if number < len(self.sent) else {}  # one may have been added
-            slots = [master.slot(p) for p in group["params"]]
-            groups.append({**group, **sent, "params": [n for n in slots if n is not None]})
-        state = {master.slot(p): dict(values) for p, values in self.__dict__["state"].items()}
-        return groups, {n: values for n, values in state.items() if n is not None}
-
-    def changed(self) -> list[Values]:
-        """Return the changes of its groups since the last step."""
-        news = []
-        for group, sent in zip(self.param_groups, self.sent, strict=True):
-            values = {}
-            for name, value in group.items():
-                if name != "params" and not (name in sent and _same(sent[name], value)):
-                    values[name] = value.given() if isinstance(value, RemoteGrad) else value
-            news.append(values)
-        return news
-
-    def arrive(self, groups: Sequence[Values], state: Mapping[int, Values]) -> None:
-        """Take over what the replicas have."""
-        rows = zip(self.param_groups, self.sent, groups, strict=False)  # one may have been added
-        for group, sent, values in rows:
-            for name, value in values.items():  # some count their steps there
-                known = name in sent and _same(sent[name], group[name])
-                if name != "params" and (known or name not in group):
-                    group[name] = sent[name] = value
-        own = self.__dict__["state"]
-        for p, (_, slot) in self.known.items():
-            if slot is not None and slot in state:  # of others, as of those that left, it stays
-                own[p] = {}
-                for name, value in state[slot].items():
-                    if isinstance(value, Tensor) and value.shape == p.shape:
-                        value = value.to(p.device)
-                    own[p][name] = value
-
     @property
     def state(self) -> Any:
         """The state, fetched from the replicas, which get it again: it may be written to."""
@@ -169,9 +114,3 @@ class InReplicas(torch.optim.Optimizer):
         """Copy and pickle it as the ordinary optimizer that it stands for."""
         state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
         return self.kind.__new__, (self.kind,), state
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return False  # it may have been written to
-    return one is other or (type(one) is type(other) and bool(one == other))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from raydp_parallel.devices import ambient, threads
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Pending, own
 from raydp_parallel.driver.executor import Executor
+from raydp_parallel.driver.optimizer_state import OptimizerState, States
 from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
 from raydp_parallel.driver.resident_gradients import Gradients, Sum
 from raydp_parallel.errors import ReplicaDied, StateLost
@@ -43,17 +43,7 @@ from raydp_parallel.wire.messages import (
     StepRequest,
 )
 
-if TYPE_CHECKING:
-    from raydp_parallel.driver.optimizer import InReplicas
-
 _MOST_TRIES = 6
-
-
-Values = dict[str, object]
-"""Values of a group of an optimizer, or of its state of one parameter."""
-
-States = tuple[list[Values], dict[int, Values]]
-"""An optimizer's groups, with slots in the place of parameters, and its state by slot."""
 
 
 @dataclass
@@ -73,7 +63,7 @@ class Weights:
 
     def __init__(self, executor: Executor, master: Master, source: Resident) -> None:
         self._executor, self._master, self._gradients = executor, master, source.gradients
-        self.optimizers: dict[int, InReplicas] = {}
+        self.optimizers: dict[int, OptimizerState] = {}
         self.steps = self._at = self._states_at = 0  # made, and those that the driver's copies have
         self.coming: _Plan | None = None  # the step on its way
         # Of replicas: the life, the step of the weights, and the recall before the optimizers.
@@ -176,7 +166,7 @@ class Resident:
 
     # Coming and going.
 
-    def add(self, optimizer: InReplicas) -> None:
+    def add(self, optimizer: OptimizerState) -> None:
         """Begin to train an optimizer's parameters, or all anew if it changed."""
         with self._executor.trip():
             self.pull(states=True)
@@ -253,7 +243,7 @@ class Resident:
 
     # Steps.
 
-    def step(self, optimizer: InReplicas) -> None:
+    def step(self, optimizer: OptimizerState) -> None:
         """Let the replicas make a step, which is not waited for."""
         with self._executor.trip():
             self._prepare(optimizer)
@@ -271,7 +261,7 @@ class Resident:
                 self.pull()
 
     def clip(
-        self, optimizer: InReplicas, most: float | None, norm_type: float, error: bool
+        self, optimizer: OptimizerState, most: float | None, norm_type: float, error: bool
     ) -> Tensor:
         """Return the norm of the gradients, which stay where they are; the step scales them."""
         with self._executor.trip():
@@ -302,7 +292,7 @@ class Resident:
                     one.stand.renew()
             return norm
 
-    def _prepare(self, optimizer: InReplicas) -> None:
+    def _prepare(self, optimizer: OptimizerState) -> None:
         self.collect()
         if optimizer.number not in self.weights.optimizers:
             text = "was called again for its parameters: use what that returned"
@@ -311,7 +301,7 @@ class Resident:
         if regrouped or optimizer.known != optimizer.rows(self._master):  # or some left or came
             self.add(optimizer)
 
-    def _planned(self, optimizer: InReplicas, norm: float | None) -> _Plan:
+    def _planned(self, optimizer: OptimizerState, norm: float | None) -> _Plan:
         """Note where gradients are."""
         sums: list[Sum] = []
         given: dict[int, Tensor | None] = {}

@@ -1,0 +1,85 @@
+"""Groups and state of an optimizer whose steps replicas make, as they travel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.driver.remote_grad import RemoteGrad
+from raydp_parallel.state.mirror import Master
+
+numbers = itertools.count(1)
+"""Numbers of optimizers in the replicas."""
+
+Values = dict[str, object]
+"""Values of a group of an optimizer, or of its state of one parameter."""
+
+States = tuple[list[Values], dict[int, Values]]
+"""An optimizer's groups, with slots in the place of parameters, and its state by slot."""
+
+
+class OptimizerState(torch.optim.Optimizer):
+    """An optimizer that the program has, and what replicas know of it."""
+
+    kind: type[torch.optim.Optimizer]
+    number: int
+    keywords: Values
+    known: Mapping[Tensor, tuple[int, int | None]]  # the rows that replicas got
+    sent: Sequence[Values]  # each group's other values that they have
+
+    def rows(self, master: Master) -> dict[Tensor, tuple[int, int | None]]:
+        """Return its parameters, with the numbers of their groups, and their slots."""
+        groups = enumerate(self.param_groups)
+        return {p: (number, master.slot(p)) for number, group in groups for p in group["params"]}
+
+    def slots(self, master: Master) -> set[int]:
+        """Return the slots of its parameters, but for those that have left the module."""
+        return {n for _, n in self.rows(master).values() if n is not None}
+
+    def described(self, master: Master) -> States:
+        """Return its groups and its state, with slots in the place of parameters."""
+        groups: list[Values] = []
+        # What the other replicas have of a group: its changes since then go with the next step.
+        for number, group in enumerate(self.param_groups):
+            sent = self.sent[number] if number < len(self.sent) else {}  # one may have been added
+            slots = [master.slot(p) for p in group["params"]]
+            groups.append({**group, **sent, "params": [n for n in slots if n is not None]})
+        state = {master.slot(p): dict(values) for p, values in self.__dict__["state"].items()}
+        return groups, {n: values for n, values in state.items() if n is not None}
+
+    def changed(self) -> list[Values]:
+        """Return the changes of its groups since the last step."""
+        news = []
+        for group, sent in zip(self.param_groups, self.sent, strict=True):
+            values = {}
+            for name, value in group.items():
+                if name != "params" and not (name in sent and _same(sent[name], value)):
+                    values[name] = value.given() if isinstance(value, RemoteGrad) else value
+            news.append(values)
+        return news
+
+    def arrive(self, groups: Sequence[Values], state: Mapping[int, Values]) -> None:
+        """Take over what the replicas have."""
+        rows = zip(self.param_groups, self.sent, groups, strict=False)  # one may have been added
+        for group, sent, values in rows:
+            for name, value in values.items():  # some count their steps there
+                known = name in sent and _same(sent[name], group[name])
+                if name != "params" and (known or name not in group):
+                    group[name] = sent[name] = value
+        own = self.__dict__["state"]
+        for p, (_, slot) in self.known.items():
+            if slot is not None and slot in state:  # of others, as of those that left, it stays
+                own[p] = {}
+                for name, value in state[slot].items():
+                    if isinstance(value, Tensor) and value.shape == p.shape:
+                        value = value.to(p.device)
+                    own[p][name] = value
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False  # it may have been written to
+    return one is other or (type(one) is type(other) and bool(one == other))
