@@ -318,10 +318,12 @@ class Dispatcher:
     def _may_count(self, answer: Answer, pending: Pending) -> bool:
         """Tell if an answer is one; otherwise the call is to be made again."""
         slot = pending.slot
+        if answer.lacking and answer.failure is None:
+            assert pending.call.master is not None
+            slot.revisions.pop(pending.call.master.number, None)  # others may be here alone
+            return False
         if answer.lacking:
             slot.revisions.clear()  # also of other models: it may have been their message
-            if answer.failure is None:
-                return False
         if answer.failure is not None and answer.failure.name.endswith("SourceMismatch"):
             # A new process loads the driver's sources.
             if not slot.answered:

@@ -102,7 +102,8 @@ class Weights:
             value = parcel(optimizers, "optimizer")
             update = self._executor.update(self._master, slot, weights)
             request = ResumeRequest(model, update, self._master.stepped(), value)
-            if self._executor.dispatcher.ask(Call(slot, "resume", request)) is not None:
+            call = Call(slot, "resume", request, self._master)
+            if self._executor.dispatcher.ask(call) is not None:
                 self.held[slot] = *now, self.recalls
 
     def current(self, slot: ReplicaSlot) -> bool:
@@ -278,7 +279,7 @@ class Resident:
                 return norm
             try:
                 self._send(plan)
-                norm = self._finish(plan).clone()
+                norm = self._finish(plan).to(self._master.home, copy=True)
             except BaseException:  # nobody asks for it again, and members may wait for each other
                 self._normed = None
                 self._executor.dispatcher.leave()
