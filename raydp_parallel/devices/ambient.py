@@ -158,6 +158,8 @@ def capture() -> CallContext:
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in _AUTOCAST_DEVICES
     ]
+    if autocast[0][0] and not torch.cuda.is_initialized():
+        autocast[1] = autocast[0]  # modules here are on the CPU, and replicas may have GPUs
     return CallContext(
         grad=torch.is_grad_enabled(),
         inference=torch.is_inference_mode_enabled(),
@@ -187,8 +189,9 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
         for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
+            on = enabled and (device == "cpu" or torch.cuda.is_initialized())
             cache = context.autocast_cache
-            stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=cache))
+            stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=cache))
         if detects:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=nan))
         if context.cached:

@@ -319,11 +319,7 @@ class Dispatcher:
         """Tell if an answer is one; otherwise the call is to be made again."""
         slot = pending.slot
         if answer.lacking and answer.failure is None:
-            assert pending.call.master is not None
-            slot.revisions.pop(pending.call.master.number, None)  # others may be here alone
             return False
-        if answer.lacking:
-            slot.revisions.clear()  # also of other models: it may have been their message
         if answer.failure is not None and answer.failure.name.endswith("SourceMismatch"):
             # A new process loads the driver's sources.
             if not slot.answered:
@@ -402,6 +398,11 @@ class Dispatcher:
             pending.gone = str(gone)
             return None
         slot.pending = None
+        if answer.lacking and answer.failure is None:
+            assert call.master is not None
+            slot.revisions.pop(call.master.number, None)  # others it may have alone
+        elif answer.lacking:
+            slot.revisions.clear()  # also of other models: it may have been their message
         self._set.recorder.answered(slot.index, answer.busy, client.moved, call.work)
         client.moved[:] = 0, 0
         return pending.answer

@@ -118,6 +118,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         self, master: Master, slot: ReplicaSlot, weights: dict[int, Tensor] | None = None
     ) -> StateUpdate | None:
         """Collect what a slot's replica lacks of a model, with weights in the place of its own."""
+        self.dispatcher.settle(slot)  # it may say that it lacks all
         client = slot.client
         maps = client.hello.near and client.hello.device == "cpu"  # this machine's own memory
         shared = client.hello.near and (client.link != "ipc" or master.home.type == "cpu")

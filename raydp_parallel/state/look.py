@@ -334,8 +334,8 @@ def _reduce_script(module: torch.jit.ScriptModule) -> tuple[object, ...]:
 def _load_script(saved: bytes, tensors: dict[str, Tensor]) -> torch.jit.ScriptModule:
     if saved not in _building.kept:
         nothing = dict.fromkeys(tensors, torch.empty(0, device="cpu"))
-        found = torch.jit.load(io.BytesIO(saved), _building.device)  # constants of a frozen one, too
-        _building.kept[saved] = _with(found, nothing)
+        # The device is for constants of a frozen one.
+        _building.kept[saved] = _with(torch.jit.load(io.BytesIO(saved), _building.device), nothing)
     # Torch has optimized its code already.
     return _with(copy.deepcopy(_building.kept[saved]), tensors)
 

@@ -287,10 +287,11 @@ def test_A8_autocast_travels_with_its_dtype(dtype: torch.dtype) -> None:
     net = Apply(lambda net, x: net.linear(x) @ torch.ones(3, 3), linear=nn.Linear(3, 3))
     model = DataParallel(net, CPUS)
     x = torch.randn(4, 3)
-    with torch.autocast("cpu", dtype=dtype):
+    kind = oracle.place.type
+    with torch.autocast(kind, dtype=dtype):
         ours, plain = model(x), net(x)
         assert ours.dtype == plain.dtype == dtype
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(kind, enabled=False):
             assert model(x).dtype == torch.float32
     torch.testing.assert_close(ours, plain)
     ours.float().sum().backward()

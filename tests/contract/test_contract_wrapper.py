@@ -207,7 +207,7 @@ def test_C7_the_module_is_not_moved() -> None:
     """The constructor leaves tensors and their devices alone."""
     net = Net()
     before = {name: (t.data_ptr(), t.device) for name, t in net.state_dict(keep_vars=True).items()}
-    for ids in (TWO, ["cpu"], [0]):
+    for ids in (TWO, ["cpu"], [oracle.place.index or 0]):
         DataParallel(net, ids)
     after = {name: (t.data_ptr(), t.device) for name, t in net.state_dict(keep_vars=True).items()}
     assert after == before

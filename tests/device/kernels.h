@@ -178,6 +178,11 @@ inline std::vector<Tensor> known_forms(const std::string& full, const Stack& arg
   }
   if (name == "embedding_dense_backward")
     made = {form({args[2].toInt(), arg(0).size(-1)}, dtype())};
+  if (name == "native_layer_norm" && !at::isReducedFloatingType(dtype())) {
+    auto sizes = arg(0).sizes().vec();
+    std::fill(sizes.end() - args[1].toIntVector().size(), sizes.end(), 1);
+    made = {form(arg(0).sizes(), dtype()), form(sizes, dtype()), form(sizes, dtype())};
+  }
   if (name == "native_batch_norm" && !at::isReducedFloatingType(dtype())) {
     auto each = form({args[5].toBool() ? arg(0).size(1) : 0}, dtype());
     made = {arg(0), each, each};

@@ -406,7 +406,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", gpu::copy_);
   m.impl("_foreach_copy_", gpu::foreach_copy_);
   m.impl("_local_scalar_dense", gpu::item);
-  for (auto* one : {"abs", "where.self"})  // not by torch's form for all devices, which may grow
+  // Not by torch's kernels for all devices, which may grow, or add in another order than the CPU's.
+  for (auto* one : {"abs", "where.self", "native_layer_norm"})
     m.impl(one, torch::CppFunction::makeFromBoxedFunction<&gpu::fallback>());
   m.impl("convolution", gpu::convolution);
   m.impl("convolution_backward", gpu::convolution_backward);
@@ -421,11 +422,30 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_fused_sdp_choice", gpu::plain_attention);
 }
 
+namespace gpu {
+
+// A kernel of torch's that makes something on the current device: let that be the one it is given.
+template <auto> struct Placed;
+template <class Result, class... Args, Result (*kernel)(Args...)>
+struct Placed<kernel> {
+  static Result call(Args... args) {
+    c10::OptionalDeviceGuard guard;
+    auto choose = [&](const auto& one) {
+      if constexpr (std::is_same_v<decltype(one), const Place&>)
+        if (one) guard.reset_device(*one);
+    };
+    (choose(args), ...);
+    return kernel(args...);
+  }
+};
+
+}  // namespace gpu
+
 TORCH_LIBRARY_IMPL(aten, SparseCUDA, m) {
-  m.impl("empty.memory_format", at::native::empty_sparse);
-  m.impl("_sparse_coo_tensor_with_dims", at::native::new_with_dims_sparse);
+  m.impl("empty.memory_format", gpu::Placed<at::native::empty_sparse>::call);
+  m.impl("_sparse_coo_tensor_with_dims", gpu::Placed<at::native::new_with_dims_sparse>::call);
   m.impl("_sparse_coo_tensor_with_dims_and_tensors",
-         at::native::new_with_dims_and_tensor_sparse_symint);
+         gpu::Placed<at::native::new_with_dims_and_tensor_sparse_symint>::call);
   m.impl("sparse_resize_", at::native::sparse_resize_);
   m.impl("sparse_dim", at::native::sparse_dim_sparse);
   m.impl("dense_dim", at::native::dense_dim_sparse);

@@ -25,7 +25,7 @@ _NO_COMPILER = "the stand-in is none for torch's compiler"
 LEFT_OUT = {
     _NAMES_CPUS: """test_C3_output_device test_C5_attributes test_F1_tensors_on_two_devices
         test_wrong_arguments test_device_ids_that_name_no_device test_an_address_of_a_client
-        test_A3_without_devices test_A8_autocast_travels test_A8_process_wide_settings_travel[flash]
+        test_A3_without_devices test_A8_process_wide_settings_travel[flash]
         test_A8_the_caller_s_default_device test_A10_a_forward_draws_one_number test_G4_dicts
         test_G5_ test_G7_leaves test_gather_undoes_scatter test_F8_what_counts test_F8_keyword
         test_C5_dim_and_device_ids_can_be_edited test_B14_identity_module""",

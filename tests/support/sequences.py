@@ -4,8 +4,9 @@ same.
 A sequence is a seed, which chooses the net and the optimizers, and a list of steps. Each step has a
 seed of its own, so that any other step can be left out.
 
-``python -m sequences --count 10000``, with this folder and the checkout on the path, plays as many
-on forked replicas, and says how many actions that were, and how to play one alone.
+``python -m sequences --count 10000``, with this folder, tests/device and the checkout on the path,
+plays as many on forked replicas, and says how many actions that were, and how to play one alone.
+With ``--device`` they are on stand-in GPUs, as tests are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
+import on_gpus  # before torch
+
+# isort: split
 import forked
+import oracle
 import torch
 from harness import MOMENTS, dying
 from random_nets import (
@@ -70,7 +75,7 @@ class Lower(nn.Linear):
     """Computes in a lower precision where autocast asks for that."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(x.device.type):
             return linear(x.float(), self.weight.float(), self.bias.float()).double()
         return super().forward(x)
 
@@ -490,7 +495,7 @@ def use_boxes(p: Program, draw: random.Random) -> Parts:
 
 def autocast(p: Program, draw: random.Random) -> Parts:
     p.model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(oracle.place.type, torch.bfloat16):
         out = p.model(p.batch(draw))
     yield "output", out
     p.backward(loss_of(out))
@@ -865,7 +870,7 @@ def report(seed: int, run: str, steps: list[Step], executors: dict[str, Executor
         return None
     steps = shrunk(steps, lambda fewer: check(seed, run, fewer, executors) is not None)
     told = check(seed, run, steps, executors) or f"not again: {told}"
-    alone = f"python -m sequences --run {run!r} --first {seed} --count 1"
+    alone = f"python -m sequences --device {on_gpus.asked()} --run {run!r} --first {seed} --count 1"
     return "\n".join([f"{alone}: {told}", *map(str, steps)])
 
 
@@ -876,9 +881,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=30, help="how many actions each has")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--run", choices=[*RUNS], help="of this one alone")
+    parser.add_argument("--device", choices=on_gpus.PLACES, default="cpu", help="as of the tests")
     how = parser.parse_args()
     warnings.simplefilter("ignore")
+    on_gpus.use()
     forked.start()
+    on_gpus.place()
     forked.use(True)
     torch.set_num_threads(1)
     Options.__init__.__kwdefaults__.update(threads=1)
