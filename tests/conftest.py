@@ -178,11 +178,14 @@ def leave() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> Iterator[None]:
-    """Begin each test with the same random numbers, and one thread."""
+    """Begin each test with the same random numbers, one thread, and gradients."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     with on_gpus.watched():
         yield
+    enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert enabled, "gradients are off after this test"
 
 
 class Executors:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import compress, takewhile
 from operator import eq
@@ -239,12 +239,12 @@ class ReplicaModule:
         """Return the tensor of a slot."""
         return self._tracked[slot].tensor
 
-    def stepped(self, slots: Iterable[int]) -> None:
-        """Note parameters that optimizers here step: the master's contents are older from now
+    def stepped(self, slots: Collection[int]) -> None:
+        """Note which parameters optimizers here step: the master's contents are older from now
         on.
         """
-        for slot in self._tracked.keys() & slots:
-            self._tracked[slot].trained = True
+        for slot, one in self._tracked.items():
+            one.trained = slot in slots
 
     def contents(self, slot: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""

@@ -779,17 +779,28 @@ def test_T3_a_rate_that_changes_and_changes_back(two: Executor) -> None:
 
 
 def test_T3_a_parameter_that_is_trained_here_again(two: Executor) -> None:
-    """The next optimizer leaves it out: what changes it here is sent once, and not without end."""
-    net = nn.Linear(4, 4)
+    """The next optimizer leaves it out: what changes it here is sent once, and not without end; and
+    forward may write to it.
+    """
+    net = nn.Linear(6, 4)
     model = DataParallel(net, executor=two)
-    model.optimizer(torch.optim.SGD, lr=0.1)
+    advance(model, model.optimizer(torch.optim.SGD, lr=0.1), 0)
     model.optimizer(torch.optim.SGD, [net.weight], lr=0.1)
     own = torch.optim.SGD([net.bias], lr=0.1)
     reruns = two.stats().reruns
     for _ in range(2):
-        model(torch.ones(4, 4)).sum().backward()
+        model(torch.ones(4, 6)).sum().backward()
         own.step()
     assert two.stats().reruns == reruns
+
+    @torch.no_grad()
+    def write(net: nn.Linear, x: Tensor) -> Tensor:
+        net.bias.add_(1)
+        return net(x)
+
+    before = net.bias.detach().clone()
+    model.run(write, torch.ones(4, 6))
+    assert torch.equal(net.bias, before + 1)
 
 
 def test_T3_the_scaler(two: Executor) -> None:
