@@ -52,7 +52,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     """Writes modules into folders of their own and imports them; all that is forgotten
     afterwards.
     """
-    before = {*sys.modules}
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may change twice within a second
 
@@ -67,8 +66,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         return importlib.import_module(next(iter(texts)))
 
     yield load
-    for name in {*sys.modules} - before:
-        del sys.modules[name]
+    for name, module in [*sys.modules.items()]:
+        if str(tmp_path) in str(getattr(module, "__file__", "")):
+            del sys.modules[name]
 
 
 def computed(model: Any) -> float:
