@@ -1,6 +1,4 @@
-"""One device of the driver's own: the module itself runs there, as upstream's. A replica that is
-alone has the rules of several.
-"""
+"""One device of the driver's own: the module itself runs there, as upstream's."""
 
 from __future__ import annotations
 
@@ -9,34 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Apply
+from harness import Apply, made_of
 from torch import Tensor, nn
 
 import raydp_parallel
 
 
-class Remembers(nn.Module):
-    """Rebinds a number, a buffer and an attribute with a graph, and appends to a list, in each
-    forward.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 2)
-        self.calls = 0
-        self.history: list[Any] = []
-        self.seen = {"rows": 0}
-        self.register_buffer("total", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.inner(x)
-        self.calls += 1
-        self.history.append(tuple(x.shape))
-        self.seen["rows"] += len(x)
-        self.total = self.total + out.detach().sum(0)
-        self.penalty = out.square().mean()
-        self.inner.last = len(x)
-        return out
+@made_of(inner=(3, 2), calls=0, history=[], seen={"rows": 0}, total=nn.Buffer(torch.zeros(2)))
+def remembers(net: Any, x: Tensor) -> Tensor:
+    """Rebinds a number, a buffer and an attribute with a graph, and appends to a list."""
+    out = net.inner(x)
+    net.calls += 1
+    net.history.append(tuple(x.shape))
+    net.seen["rows"] += len(x)
+    net.total = net.total + out.detach().sum(0)
+    net.penalty = out.square().mean()
+    net.inner.last = len(x)
+    return out  # type: ignore[no-any-return]
 
 
 def test_B3_hooks_of_parameters_that_are_not_used_are_not_called() -> None:
@@ -63,14 +50,12 @@ def test_B3_hooks_of_parameters_that_are_not_used_are_not_called() -> None:
 
 
 def test_F5_in_place_is_the_module_s_own_call() -> None:
-    """The very objects go in and come out, without a replica, and what forward rebinds stays;
-    `repr` and `stats` say so, and an optimizer is the plain one.
-    """
+    """The very objects go in and come out, without a replica; an optimizer is the plain one."""
     model = raydp_parallel.DataParallel(nn.Identity(), ["cpu"])
     thing = object()
     assert model(thing) is thing
     assert "in place" in repr(model) and "in place" in str(model.stats())
-    kept = raydp_parallel.DataParallel(Remembers(), ["cpu"])
+    kept = raydp_parallel.DataParallel(remembers(), ["cpu"])
     for _ in range(2):
         (kept(torch.ones(4, 3)).sum() + kept.module.penalty).backward()
     assert kept.module.calls == 2 and kept.module.history == [(4, 3)] * 2
@@ -102,9 +87,7 @@ def test_X7_no_sync_is_a_null_context(two: raydp_parallel.Executor) -> None:
 def test_F5_F6_what_a_replica_sets_is_lost(
     ids: list[str], rows: int, two: raydp_parallel.Executor
 ) -> None:
-    """With two devices also when there is one chunk only; one device is a replica if it has an
-    executor.
-    """
-    net = Remembers()
+    """Also of one chunk; one device is a replica if it has an executor."""
+    net = remembers()
     raydp_parallel.DataParallel(net, ids, executor=two)(torch.ones(rows, 3))
     assert net.calls == 0 and net.history == [] and not hasattr(net, "penalty")
