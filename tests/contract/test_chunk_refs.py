@@ -1,6 +1,4 @@
-"""Inputs that do not pass through the driver: `ChunkRefs`, objects that replicas get from Ray, and
-numbers of rows of a data set that the module has.
-"""
+"""Inputs that do not pass through the driver: `ChunkRefs`, objects that replicas get from Ray."""
 
 from __future__ import annotations
 
@@ -25,16 +23,9 @@ from harness import assert_same_grads, carried, kill
 from ray._private.worker import global_worker
 from torch import Tensor, nn
 
-from raydp_parallel import (
-    ChunkRefs,
-    DataParallel,
-    Executor,
-    Options,
-    TransferError,
-    parallel_apply,
-    replicate,
-    scatter,
-)
+from raydp_parallel import ChunkRefs, DataParallel, Executor, Options, scatter
+from raydp_parallel.errors import TransferError
+from raydp_parallel.functional import parallel_apply, replicate
 
 pytestmark = pytest.mark.ray
 
@@ -139,9 +130,7 @@ def test_T7_writes_stay_in_the_replica(executors: Any) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_T7_prepare_runs_in_the_replica(executors: Any) -> None:
-    """A closure, with a tensor that gets no gradient, because inputs by reference get none; arrays
-    of Ray's are no reason to warn; and random numbers in it are those of the chunk.
-    """
+    """Without gradients, without warnings, and with the random numbers of the chunk."""
     plain = net()
     model = DataParallel(plain, executor=executors(2))
     x = torch.randn(6, 5)
@@ -294,9 +283,7 @@ def crashing() -> None:
 
 
 def test_T7_objects_that_are_not_there(executors: Any) -> None:
-    """The error of a task comes as it is, that of a lost object says so, both name the replica; and
-    the next call works.
-    """
+    """A task's own error, or a lost object: both name the replica, and the next call works."""
     model = DataParallel(net(), executor=executors(2))
     good = ray.put(torch.ones(2, 5))
     with pytest.raises(KeyError, match=r"in replica 1 on device cpu(.|\\n|\n)*no such file"):
@@ -365,9 +352,7 @@ def test_T7_a_call_whose_other_arguments_fail_keeps_no_object(executors: Any) ->
 
 
 def test_T7_the_bytes_that_pass_through_the_driver(executors: Any) -> None:
-    """Of a step with 8 MB of inputs: all with tensors, nearly none with references; the losses are
-    the same.
-    """
+    """All of 8 MB with tensors, nearly none with references."""
     x, y = torch.randn(2000, 1000), torch.randint(0, 3, (2000,))
     refs = put(x, 1000, 1000), put(y, 1000, 1000)  # made by tasks or by Ray Data, in earnest
     net = nn.Linear(1000, 3)

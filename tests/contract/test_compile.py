@@ -1,10 +1,9 @@
-"""torch.compile around a wrapper, around a step that calls it, and around a model that
-contains it.
-"""
+"""torch.compile around a wrapper, a step that calls it, and a model that contains it."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Apply
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -36,18 +36,6 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class Around(nn.Module):
-    """Computes before and after a block."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block, self.last = block, nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As a model of which a block is wrapped."""
-        return self.last(self.block(x.sin()).relu())
 
 
 def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -79,23 +67,19 @@ def container(_: nn.Module, around: nn.Module, compiled: Compile, x: Tensor) -> 
 @pytest.mark.parametrize("backend", ("eager", "aot_eager", inductor))
 def test_a_graph_break_with_the_same_results(how: Callable[..., Tensor], backend: str) -> None:
     """Losses and gradients are those of the wrapper as it is, in the second step too."""
-    net, last = (
-        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)),
-        nn.Linear(2, 2),
-    )
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    last = nn.Linear(2, 2)
     found: list[list[Tensor]] = []
     for compiled in (False, True):
         block = copy.deepcopy(net)
         model = DataParallel(block, TWO)
         model(torch.ones(4, 3))
-        around = Around(model)
-        around.last.load_state_dict(last.state_dict())
-        compile: Compile = (
-            (lambda f: torch.compile(f, backend=backend)) if compiled else lambda f: f
-        )
-        losses = [
-            how(model, around, compile, torch.linspace(-1, 1, 18).view(6, 3) + i) for i in range(2)
-        ]
+        parts = {"block": model, "last": copy.deepcopy(last)}
+        around = Apply(lambda net, x: net.last(net.block(x.sin()).relu()), **parts)
+        x, losses = torch.linspace(-1, 1, 18).view(6, 3), []
+        for shift in range(2):
+            run = functools.partial(torch.compile, backend=backend) if compiled else lambda f: f
+            losses.append(how(model, around, run, x + shift))
         found.append([*losses, *[p.grad for p in around.parameters() if p.grad is not None]])
     torch.testing.assert_close(found[0], found[1])
 

@@ -1,8 +1,4 @@
-"""`DataParallel.with_loss`: the loss is the criterion's on the whole batch, computed where the
-outputs are.
-
-Each is compared with the criterion on the plain module's output, in double precision.
-"""
+"""`with_loss`: the loss is the criterion's on the plain module's output, in double precision."""
 
 from __future__ import annotations
 
@@ -529,9 +525,7 @@ def test_T6_chunks_of_chosen_sizes_and_other_options(executors: Any) -> None:
 
 @pytest.mark.parametrize("guard", [None, 0, 1])
 def test_T6_synchronised_batch_norm(executors: Any, guard: int | None) -> None:
-    """Then all is as on the whole batch, with chunks of other sizes too. Of one that counts nothing
-    the backward has to run, because the others wait for it.
-    """
+    """With chunks of other sizes too; the backward of one that counts nothing has to run."""
     plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     model = DataParallel(net, executor=executors(3))

@@ -1,6 +1,4 @@
-"""Each module of torch's own table, with the samples of its tests: whole, and in chunks, which are
-what the module gives of them by hand. New modules of a new torch are tried by themselves.
-"""
+"""Each module of torch's own table, with the samples of its tests: whole, and in chunks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Row B10: what a checkpoint inside the module finds when it runs again in backward is what
-upstream's finds.
-"""
+"""Row B10: what a checkpoint inside the module finds when it runs again in backward."""
 
 from __future__ import annotations
 
@@ -9,24 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same_grads, assert_same_state, trio
+from harness import assert_same_grads, assert_same_state, made_of, trio
 from random_nets import Checkpointed
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel
 
 
-class Drifting(nn.Module):
+@made_of(layer=(3, 3), scale=nn.Buffer(torch.ones(3)))
+def drifting(net: Any, x: Tensor) -> Tensor:
     """Scales by a buffer that each call moves, and an attribute: gradients tell what it found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.register_buffer("scale", torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale.mul_(0.5).add_(x.detach().mean(0).abs() + 0.1)
-        return self.layer(x).tanh() * self.scale.clone() * self.gain  # type: ignore[no-any-return]
+    net.scale.mul_(0.5).add_(x.detach().mean(0).abs() + 0.1)
+    return net.layer(x).tanh() * net.scale.clone() * net.gain  # type: ignore[no-any-return]
 
 
 def tell(net: Any, inputs: tuple[Tensor]) -> None:
@@ -49,7 +41,7 @@ def test_B10_in_a_replica_a_block_finds_the_buffers_of_its_own_forward(
     reentrant: bool, order: tuple[int, ...]
 ) -> None:
     """Those that its forward left, also in chunk 0, where upstream's are those of today."""
-    net = Checkpointed(Drifting(), reentrant)
+    net = Checkpointed(drifting(), reentrant)
     net.register_forward_pre_hook(tell)
     found = steps(DataParallel(copy.deepcopy(net), ["cpu", "cpu"]), order)
     numbers = torch.Generator().manual_seed(1)
@@ -63,18 +55,10 @@ def test_B10_in_a_replica_a_block_finds_the_buffers_of_its_own_forward(
         torch.testing.assert_close(grad, x.grad)
 
 
-class Moody(nn.Module):
-    """Scales by an attribute, and otherwise in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.scale = 2.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """So that gradients tell in which mode it ran, and with which attribute."""
-        factor = self.scale if self.training else 5.0
-        return self.layer(x).tanh() * factor  # type: ignore[no-any-return]
+@made_of(layer=(3, 3), scale=2.0)
+def moody(net: Any, x: Tensor) -> Tensor:
+    """Scales by an attribute, and otherwise in eval mode, so that gradients tell them."""
+    return net.layer(x).tanh() * (net.scale if net.training else 5.0)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -82,9 +66,7 @@ class Moody(nn.Module):
 def test_B10_a_validation_batch_between_a_forward_and_its_backward(
     devices: int, reentrant: bool
 ) -> None:
-    """The block runs again in the mode and with the attributes of its own forward, and the next
-    forward with today's.
-    """
+    """The block runs again in the mode and with the attributes of its own forward."""
 
     def use(model: Any) -> list[Tensor]:
         numbers = torch.Generator().manual_seed(1)
@@ -97,7 +79,7 @@ def test_B10_a_validation_batch_between_a_forward_and_its_backward(
         loss.backward()
         return [x.grad, other.detach(), model(x).detach()]  # type: ignore[list-item]
 
-    ours, theirs, _ = trio(Checkpointed(Moody(), reentrant), devices)
+    ours, theirs, _ = trio(Checkpointed(moody(), reentrant), devices)
     for _ in range(2):
         torch.testing.assert_close(use(ours), use(theirs))
         assert_same_grads(ours, theirs)
@@ -120,19 +102,11 @@ def test_B10_what_an_older_checkpoint_writes_replaces_nothing(reentrant: bool) -
         assert norm.num_batches_tracked.item() == count
 
 
-class Shrinking(nn.Module):
-    """Edits its weights by ``.data`` in each call."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, width)
-        self.other = nn.Linear(3, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shrink the weights where they are too large, and use one of them."""
-        for layer in (self.layer, self.other):
-            layer.weight.data.copy_(layer.weight.data.clamp(-1, 1))
-        return self.layer(x)[:, :3]  # type: ignore[no-any-return]
+def shrinking(net: Any, x: Tensor) -> Tensor:
+    """Shrinks its weights by ``.data`` where they are too large, and uses one of them."""
+    for layer in (net.layer, net.other):
+        layer.weight.data.copy_(layer.weight.data.clamp(-1, 1))
+    return net.layer(x)[:, :3]  # type: ignore[no-any-return]
 
 
 def total(net: nn.Module) -> Tensor:
@@ -142,10 +116,9 @@ def total(net: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("width", [3, 20_000])
 def test_R6_a_weight_that_was_written_to_is_the_master_s_in_the_next_forward(width: int) -> None:
-    """In every replica, sent or mapped, and also if what was written was there before; the other
-    weight, which may lie in the same window, is edited last.
-    """
-    net = Checkpointed(Shrinking(width), reentrant=False)
+    """In every replica, sent or mapped, and also if what was written was there before."""
+    made = made_of(layer=(3, width), other=(3, width))(shrinking)
+    net = Checkpointed(made(), reentrant=False)
     model, x = DataParallel(net, ["cpu", "cpu"]), torch.randn(4, 3)
     for edited in (0, 0, 2):
         model(x).sum().backward()

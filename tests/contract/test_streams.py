@@ -1,6 +1,4 @@
-"""Modules that hold the process's streams, and objects with a `__getattr__` that asks another
-object.
-"""
+"""Modules that hold the process's streams, and objects that ask another one."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Apply
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -19,47 +18,26 @@ from raydp_parallel import DataParallel
 ONES = torch.ones(4, 2)
 
 
-class Holds(nn.Module):
+def holds(held: Any) -> nn.Module:
     """Holds what it is given, and says what of it is its process's own."""
-
-    def __init__(self, held: Any) -> None:
-        super().__init__()
-        self.held = held
-
-    def forward(self, x: Tensor) -> tuple[Tensor, bool]:
-        return x * 2, self.held is sys.stdout or self.held is sys.stderr
+    return Apply(lambda net, x: (x * 2, net.held in (sys.stdout, sys.stderr)), held=held)
 
 
-class Logs(nn.Module):
-    """Has a handler of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handler = logging.StreamHandler(sys.stderr)
-        self.handler.setFormatter(logging.Formatter("[%(message)s]"))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, str]:
-        own, self.handler.stream = self.handler.stream is sys.stderr, io.StringIO()
-        self.handler.handle(logging.LogRecord("name", logging.INFO, "", 0, "seen", (), None))
-        return x, f"{own} {self.handler.stream.getvalue().strip()}"
+def logs(net: Any, x: Tensor) -> tuple[Tensor, str]:
+    """Uses a handler of its own."""
+    own, net.handler.stream = net.handler.stream is sys.stderr, io.StringIO()
+    net.handler.handle(logging.LogRecord("name", logging.INFO, "", 0, "seen", (), None))
+    return x, f"{own} {net.handler.stream.getvalue().strip()}"
 
 
-class Bar(nn.Module):
+def advances(net: Any, x: Tensor) -> tuple[Tensor, int]:
     """Advances a bar that it was made with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bar = tqdm(total=100, file=sys.stdout, leave=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        self.bar.update(2)
-        return x, self.bar.n
+    net.bar.update(2)
+    return x, net.bar.n
 
 
 class Proxy:
-    """Asks another object for all that it has not; without one it asks itself for that, for
-    ever.
-    """
+    """Asks another object for all that it has not; without one it asks itself, for ever."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -81,25 +59,15 @@ class SlottedProxy(Proxy):
         raise AttributeError(name)
 
 
-class Uses(nn.Module):
+def uses(net: Any, x: Tensor) -> Tensor:
     """Computes with a proxy's, with what it stands for, and with a tensor in that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        inner = nn.Linear(2, 2)
-        self.proxy = Proxy(Proxy(inner))
-        self.slotted = SlottedProxy({"bias": torch.full((2,), 5.0)}, 3.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.proxy.weight.sum() * self.slotted.factor + self.slotted.get("bias")
+    return x * net.proxy.weight.sum() * net.slotted.factor + net.slotted.get("bias")
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr", "__stdout__", "__stderr__"])
 def test_a_replica_has_its_own_streams(name: str) -> None:
-    """Also that of before another was put in its place; and the forward after it sends nothing
-    again.
-    """
-    model = DataParallel(Holds(getattr(sys, name)), ["cpu", "cpu"])
+    """And the forward after it sends nothing again."""
+    model = DataParallel(holds(getattr(sys, name)), ["cpu", "cpu"])
     out, own = model(ONES)
     assert torch.equal(out, ONES * 2)
     assert own == [True, True]
@@ -109,21 +77,24 @@ def test_a_replica_has_its_own_streams(name: str) -> None:
 
 
 def test_handlers_and_bars() -> None:
-    """A handler writes to the replica's own stream; a bar counts, and is put back before the next
-    forward.
-    """
-    assert DataParallel(Logs(), ["cpu", "cpu"])(ONES)[1] == ["True [seen]"] * 2
-    model = DataParallel(Bar(), ["cpu", "cpu"])
+    """They write to the replica's own stream; a bar is put back before the next forward."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[%(message)s]"))
+    model = DataParallel(Apply(logs, handler=handler), ["cpu", "cpu"])
+    assert model(ONES)[1] == ["True [seen]"] * 2
+    bar = tqdm(total=100, file=sys.stdout, leave=False)
+    model = DataParallel(Apply(advances, bar=bar), ["cpu", "cpu"])
     assert model(ONES)[1] == model(ONES)[1] == [2, 2]
     model.module.bar.close()
 
 
 def test_objects_that_delegate() -> None:
     """In a module, and as an argument; their attributes and slots come along."""
-    net = Uses()
+    slotted = SlottedProxy({"bias": torch.full((2,), 5.0)}, 3.0)
+    net = Apply(uses, proxy=Proxy(Proxy(nn.Linear(2, 2))), slotted=slotted)
     model = DataParallel(net, ["cpu", "cpu"])
     assert torch.equal(model(ONES), net(ONES))
-    held = DataParallel(Holds(None), ["cpu", "cpu"])
+    held = DataParallel(holds(None), ["cpu", "cpu"])
     held.module.forward = given
     assert torch.equal(held(ONES, SlottedProxy(Proxy({"a": 1}), 4.0)), ONES * 5)
 

@@ -1,6 +1,4 @@
-"""Twenty steps of training a real architecture: losses, gradients, weights and buffers are
-upstream's, step by step.
-"""
+"""Twenty steps of training a real architecture are upstream's, step by step."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def loss_inside(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [next_token, loss_inside])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_tied_transformer(replicas, loss):
-    """Embedding and head share one weight, in the master and in every replica. All is equal bit by
-    bit; the decay of weights would show parameters without a gradient.
-    """
+    """All is equal bit by bit; decay would show parameters without a gradient."""
     ours, theirs, _ = trio(tiny_gpt2(), replicas)
     assert ours.module.lm_head.weight is ours.module.transformer.wte.weight
     both = [(m, torch.optim.AdamW(m.parameters(), 3e-3, weight_decay=0.1)) for m in (ours, theirs)]

@@ -1,6 +1,4 @@
-"""Faults that need a Ray of their own: no room for the object store, no shared memory, a driver
-that is killed.
-"""
+"""Faults that need a Ray of their own, such as a driver that is killed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Processes that are forked from a driver, or from a replica: they leave alone what is their
-parent's.
-"""
+"""Processes that are forked from a driver leave alone what is their parent's."""
 
 from __future__ import annotations
 
@@ -19,22 +17,14 @@ from harness import printed
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import (
-    DataParallel,
-    Executor,
-    ForkedProcess,
-    data_parallel,
-    parallel_apply,
-    replicate,
-)
+from raydp_parallel import DataParallel, Executor, data_parallel, parallel_apply, replicate
+from raydp_parallel.errors import ForkedProcess
 
 
 def in_child(
     work: Callable[[], Any], limit: int = 60, parent: Callable[[], Any] = lambda: None
 ) -> Any:
-    """What a function returns, or raises, in a forked process, which hangs for no longer than the
-    limit.
-    """
+    """What a function returns, or raises, in a forked process that hangs no longer than this."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:

@@ -1,7 +1,4 @@
-"""`DataParallel.call` and `run`: any method of the module, and any function of it, on the replicas.
-
-They are compared with the plain module, on two replicas.
-"""
+"""`DataParallel.call` and `run`, compared with the plain module, on two replicas."""
 
 from __future__ import annotations
 
@@ -83,9 +80,7 @@ def close(one: Any, other: Any) -> None:
 
 
 def test_a_method_gives_what_the_plain_one_gives(pair: tuple[Any, Net]) -> None:
-    """Values and gradients, of weights and of arguments; positional and keyword arguments, tensors
-    and others.
-    """
+    """Values and gradients, of weights and of arguments of all kinds."""
     model, plain = pair
     x, shift = batch(), batch()
     found = []
@@ -213,9 +208,7 @@ def test_a_function_gives_what_it_gives_here(
 
 
 def test_a_function_that_closes_over_tensors(pair: tuple[Any, Net]) -> None:
-    """Each goes whole to every replica, and gets the sum of the chunks' gradients; a weight of the
-    module counts once.
-    """
+    """Each goes whole to every replica; a weight of the module counts once."""
     model, plain = pair
     x, fixed = batch(), torch.full((4,), 2.0, dtype=torch.double)
     found = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same_grads
+from harness import assert_same_grads, made_of
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options
@@ -15,15 +15,10 @@ from raydp_parallel import DataParallel, Executor, Options
 TWO, THREE = ["cpu", "cpu"], ["cpu", "cpu", "cpu"]
 
 
-class Net(nn.Module):
+@made_of(net=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+def net_of(net: Any, x: Tensor, scale: float = 1.0) -> tuple[Tensor, int]:
     """Says how many rows it got."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, int]:
-        return self.net(x) * scale, len(x)
+    return net.net(x) * scale, len(x)
 
 
 def test_X2_counts_of_weights() -> None:
@@ -31,8 +26,8 @@ def test_X2_counts_of_weights() -> None:
     options = Options(chunk_weights=[3, 1])  # type: ignore[arg-type]
     assert options.chunk_weights == (3, 1) and hash(options)
     with pytest.raises(ValueError, match=r"2 weights for 3 devices \['cpu', 'cpu', 'cpu'\]"):
-        DataParallel(Net(), THREE, options=options)
-    model = DataParallel(Net(), TWO, options=options)
+        DataParallel(net_of(), THREE, options=options)
+    model = DataParallel(net_of(), TWO, options=options)
     for rows, expected in ((8, [6, 2]), (3, [2, 1]), (2, [1, 1]), (1, [1])):
         assert model(torch.randn(rows, 4))[1] == expected
     model.device_ids = THREE
@@ -43,7 +38,7 @@ def test_X2_counts_of_weights() -> None:
 @pytest.mark.parametrize("weights", [(4, 1), (1, 4)])
 def test_X2_gradients_are_those_of_the_even_split(two: Executor, weights: Any) -> None:
     """Of weights and inputs, of first and second order, with a method too; rows stay in order."""
-    net = Net().double()
+    net = net_of().double()
     even = DataParallel(copy.deepcopy(net), executor=two)
     model = DataParallel(net, executor=two, options=Options(chunk_weights=weights))
     grads = []

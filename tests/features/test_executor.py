@@ -1,6 +1,4 @@
-"""The executor: one actor per device for all wrappers, what they may be, and how long what they
-hold lives.
-"""
+"""The executor: one actor per device for all wrappers, and how long what they hold lives."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import pickle
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,21 +19,14 @@ from typing import Any
 import pytest
 import ray
 import torch
-from harness import assert_same_grads, ended, printed
+from harness import Apply, assert_same_grads, ended, printed
 from torch import nn
 
 import raydp_parallel
-from raydp_parallel import (
-    DataParallel,
-    Executor,
-    ExecutorClosed,
-    Options,
-    data_parallel,
-    parallel_apply,
-    replicate,
-)
+from raydp_parallel import DataParallel, Executor, Options, data_parallel, parallel_apply, replicate
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.driver.executor import shared
+from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.monitoring.stats import ReplicaInfo
 
 TWO = ["cpu", "cpu"]
@@ -49,29 +40,17 @@ class Pids(nn.Module):
         return torch.full((len(x),), os.getpid())
 
 
-class Nested(nn.Module):
+def nested(wrap: Callable[[nn.Module], nn.Module]) -> Any:
     """A module that wraps a part of itself."""
-
-    def __init__(self, ids: Sequence[Any], wrapper: Any = DataParallel) -> None:
-        super().__init__()
-        self.before = nn.Linear(4, 4)
-        self.block = wrapper(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), list(ids))
-        self.after = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.block(self.before(x)).tanh())
+    block = wrap(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)))
+    parts = {"before": nn.Linear(4, 4), "block": block, "after": nn.Linear(4, 2)}
+    return Apply(lambda net, x: net.after(net.block(net.before(x)).tanh()), **parts)
 
 
-class InnerPids(nn.Module):
-    """Says where it runs, and where a wrapper inside it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = DataParallel(Pids(), THREE)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        again = data_parallel(Pids(), x, TWO)
-        return torch.stack([torch.full((len(x),), os.getpid()), self.inner(x), again], 1)
+def inner_pids(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Says where it runs, and where wrappers inside of it run."""
+    again = data_parallel(Pids(), x, TWO)
+    return torch.stack([torch.full((len(x),), os.getpid()), net.inner(x), again], 1)
 
 
 def batch(rows: int = 6) -> torch.Tensor:
@@ -98,9 +77,7 @@ def test_replicas_are_described(two: Executor) -> None:
 
 @pytest.mark.ray
 def test_close_ends_the_processes() -> None:
-    """After the with block replicas are closed and refused, their processes end, and others go on.
-    Ray does not take the end for an accident, of which it would tell the user, in red.
-    """
+    """Others go on. Ray does not take the end for an accident, and says nothing in red."""
     with Executor(TWO) as executor:
         model = DataParallel(linear(), executor=executor)
         (replica, _), out = replicate(linear(), TWO, executor=executor), model(batch())
@@ -128,9 +105,7 @@ def test_close_ends_the_processes() -> None:
 
 
 def test_stats_count(two: Executor) -> None:
-    """Forwards, trips back, rows and bytes, of all and of each replica; frozen, as a dict, and as a
-    table.
-    """
+    """Of all and of each replica; frozen, as a dict, and as a table."""
     before = two.stats()
     model = DataParallel(linear(), executor=two)
     for _ in range(2):
@@ -156,9 +131,7 @@ def test_stats_count(two: Executor) -> None:
 
 
 def test_an_executor_in_a_pickle_or_a_copy(two: Executor) -> None:
-    """A copy of a wrapper keeps the executor; out of a pickle comes the process's, for replicas do
-    not travel.
-    """
+    """Out of a pickle comes the process's, for replicas do not travel."""
     model = DataParallel(linear(), executor=two)
     out = model(batch())
     copied = copy.deepcopy(model)
@@ -168,9 +141,7 @@ def test_an_executor_in_a_pickle_or_a_copy(two: Executor) -> None:
 
 
 def test_one_actor_per_device_for_all_wrappers() -> None:
-    """Any number of wrappers of any module uses the same processes, the n-th "cpu" always
-    the same.
-    """
+    """The n-th "cpu" is always the same."""
     pids = DataParallel(Pids(), THREE)(batch(3)).tolist()
     assert len(set(pids)) == 3
     assert DataParallel(Pids(), THREE)(batch(3)).tolist() == pids
@@ -181,9 +152,7 @@ def test_one_actor_per_device_for_all_wrappers() -> None:
 
 
 def test_wrappers_options_do_not_start_more_replicas() -> None:
-    """How gradients and scalars come out is the wrapper's matter; what concerns processes makes
-    another executor.
-    """
+    """What concerns processes makes another executor."""
     plain = DataParallel(linear(), TWO).executor
     same, other = Options(unused_grads="none", scalars="mean"), Options(threads=2)
     assert DataParallel(linear(), TWO, options=same).executor is plain
@@ -191,21 +160,17 @@ def test_wrappers_options_do_not_start_more_replicas() -> None:
 
 
 def test_a_wrapper_inside_a_wrapped_module_runs_in_place() -> None:
-    """In a replica the inner wrapper calls its module there, and the results are the plain
-    module's.
-    """
-    for outer, *inner in DataParallel(InnerPids(), TWO)(batch(4)).tolist():
+    """And the results are the plain module's."""
+    model = DataParallel(Apply(inner_pids, inner=DataParallel(Pids(), THREE)), TWO)
+    for outer, *inner in model(batch(4)).tolist():
         assert inner == [outer, outer] and outer != os.getpid()
-    net = Nested(THREE)
-    plain = Nested(THREE, lambda module, ids: nn.ModuleDict({"module": module}))
+    net = nested(lambda block: DataParallel(block, THREE))
+    plain = nested(lambda block: Apply(lambda own, x: own.module(x), module=block))
     plain.load_state_dict(net.state_dict())
-    model = DataParallel(net, TWO)
-    x = batch()
-    out = model(x)
-    out.square().sum().backward()
-    expected = plain.after(plain.block["module"](plain.before(x)).tanh())
-    expected.square().sum().backward()
-    torch.testing.assert_close(out, expected)
+    outs = [one(batch()) for one in (DataParallel(net, TWO), plain)]
+    torch.testing.assert_close(*outs)
+    for out in outs:
+        out.square().sum().backward()
     assert_same_grads(net, plain)
 
 
@@ -221,9 +186,7 @@ class Tells:
 
 
 def test_dropping_a_wrapper_frees_its_replicas(two: Executor, tmp_path: Path) -> None:
-    """With the last wrapper of a module its copies go, without the garbage collector; the actors
-    stay.
-    """
+    """Without the garbage collector; the actors stay."""
     pids = {info.pid for info in two.replicas()}
     model = DataParallel(linear(), executor=two)
     model.module.tells = Tells(tmp_path)  # type: ignore[assignment]
@@ -259,9 +222,7 @@ def test_dropping_a_wrapper_frees_its_replicas(two: Executor, tmp_path: Path) ->
     ],
 )
 def test_device_ids_of_every_kind(ids: Any, expected: list[Any]) -> None:
-    """Fake GPUs, CPUs, mixed and repeated: each entry runs a chunk, the same entry the same
-    process.
-    """
+    """Each entry runs a chunk, the same entry the same process."""
     net = linear()
     model, plain = DataParallel(net, ids), copy.deepcopy(net)
     assert model.device_ids == expected
@@ -374,9 +335,7 @@ found["still not"] = ray.is_initialized()
 
 
 def test_C2_no_gpu_runs_in_place(no_gpu: dict[str, Any]) -> None:
-    """Without GPU and device_ids the module runs as it is, with the very objects, and what forward
-    writes stays; no cluster is started to find that out.
-    """
+    """With the very objects; no cluster is started to find that out."""
     assert not no_gpu["not yet"] and not no_gpu["still not"]
     assert no_gpu["ids"] == [] and no_gpu["same"]
     assert no_gpu["executor"] == [[], 0]
@@ -410,9 +369,7 @@ def test_ray_client_is_refused(no_gpu: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_a_local_ray_starts_and_a_lost_one_is_replaced() -> None:
-    """CPU replicas start a local cluster; after ray.shutdown() the next use starts another;
-    shutdown() ends it.
-    """
+    """And shutdown() ends it."""
     found = script(
         """
 expected = net(x)
@@ -458,9 +415,7 @@ def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
 @pytest.mark.ray
 @pytest.mark.parametrize("how", ["RAY_ADDRESS", "running"])
 def test_ray_address_is_joined(how: str) -> None:
-    """A driver joins the cluster that RAY_ADDRESS names or that runs here, sees its GPUs, and
-    leaves it running.
-    """
+    """By RAY_ADDRESS or because it runs here; it is left running."""
     address = ray.get_runtime_context().gcs_address
     found = script(
         """

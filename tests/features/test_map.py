@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Apply, made_of, ones
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor
@@ -27,33 +28,24 @@ def executor(executors: Any) -> Executor:
     return executors()  # type: ignore[no-any-return]
 
 
-class Picky(nn.Module):
+@made_of(weight=ones())
+def picky(net: Any, x: Tensor) -> Tensor:
     """Adds its weight, unless the first number is negative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x[0] < 0:
-            raise ValueError(f"cannot take {int(x[0])}")
-        return x + self.weight
+    if x[0] < 0:
+        raise ValueError(f"cannot take {int(x[0])}")
+    return x + net.weight  # type: ignore[no-any-return]
 
 
-class Nested(nn.Module):
+def nested(_net: Any, x: Tensor, *, scale: float = 1.0) -> Any:
     """Outputs of several kinds."""
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Any:
-        return {"sum": x.sum() * scale, "parts": [x * scale, (None, "text", 3)]}
+    return {"sum": x.sum() * scale, "parts": [x * scale, (None, "text", 3)]}
 
 
-class Interrupting(nn.Module):
+def interrupting(_net: Any, pid: int) -> int:
     """Sends Ctrl-C to the process of which it gets the number, if it is not 0."""
-
-    def forward(self, pid: int) -> int:
-        if pid:
-            os.kill(pid, signal.SIGINT)
-        return pid
+    if pid:
+        os.kill(pid, signal.SIGINT)
+    return pid
 
 
 def numbers(count: int) -> list[Tensor]:
@@ -92,7 +84,7 @@ def test_whole_batches_have_the_bits_and_the_seeds_of_a_loop_on_one_device(
 @on_each_number
 def test_what_a_batch_is_called_with(executor: Executor, ids: list[str]) -> None:
     """A list is several arguments, a dict is keyword arguments, a string is one."""
-    model = DataParallel(Nested(), ids, executor=executor)
+    model = DataParallel(Apply(nested), ids, executor=executor)
     x = torch.arange(4.0)
     for batch, scale in ((x, 1), ((x,), 1), ([x], 1), ({"x": x, "scale": 2.0}, 2)):
         (out,) = model.map([batch])
@@ -108,7 +100,7 @@ def test_no_more_batches_are_loaded_than_may_be_in_flight(
     executor: Executor, in_flight: int | None, split: bool, most: int
 ) -> None:
     """However slow the consumer is."""
-    model = DataParallel(Picky(), executor=executor)
+    model = DataParallel(picky(), executor=executor)
     given, waiting = 0, []
 
     def loader() -> Iterator[Tensor]:
@@ -126,7 +118,7 @@ def test_no_more_batches_are_loaded_than_may_be_in_flight(
 @pytest.mark.parametrize("split", [False, True])
 def test_a_batch_that_fails_raises_in_its_place(executor: Executor, split: bool) -> None:
     """After the outputs before it; then the map is at its end."""
-    model = DataParallel(Picky(), executor=executor)
+    model = DataParallel(picky(), executor=executor)
     batches = [-x if x[0] == 5 else x for x in numbers(9)]
     outputs = model.map(batches, split=split)
     assert firsts(itertools.islice(outputs, 5)) == [1, 2, 3, 4, 5]
@@ -138,7 +130,7 @@ def test_a_batch_that_fails_raises_in_its_place(executor: Executor, split: bool)
 
 def test_batches_that_fail_are_skipped_with_one_warning(executor: Executor) -> None:
     """It counts them, and names each."""
-    model = DataParallel(Picky(), executor=executor)
+    model = DataParallel(picky(), executor=executor)
     batches = [batch * (-1) ** number for number, batch in enumerate(numbers(8))]
     text = "4 batches failed: batch 1: ValueError: cannot take -1; batch 3"
     with pytest.warns(UserWarning, match=text) as said:
@@ -154,7 +146,7 @@ def test_a_loader_that_fails_raises_after_the_outputs_before(
     executor: Executor, on_error: Any
 ) -> None:
     """Its own error, which is never skipped."""
-    model = DataParallel(Picky(), executor=executor)
+    model = DataParallel(picky(), executor=executor)
 
     def loader() -> Iterator[Tensor]:
         yield from numbers(3)
@@ -169,7 +161,7 @@ def test_a_loader_that_fails_raises_after_the_outputs_before(
 
 def test_an_edit_that_moves_no_version_is_seen(executor: Executor) -> None:
     """By each batch that begins after it, as by a call."""
-    net = Picky()
+    net = picky()
     found = []
     for number, out in enumerate(DataParallel(net, executor=executor).map(numbers(6), in_flight=1)):
         found.append(int(out[0]) - number)
@@ -179,7 +171,7 @@ def test_an_edit_that_moves_no_version_is_seen(executor: Executor) -> None:
 
 def test_leaving_the_loop_ends_the_map(executor: Executor) -> None:
     """Nothing more is loaded, and each batch that was sent has been computed."""
-    model = DataParallel(Picky(), executor=executor)
+    model = DataParallel(picky(), executor=executor)
     loaded = itertools.count()
     before = executor.stats().forwards
     for out in model.map(torch.full((2,), float(number)) for number in loaded):
@@ -199,13 +191,13 @@ def test_leaving_the_loop_ends_the_map(executor: Executor) -> None:
 @on_each_number
 def test_ctrl_c_ends_the_map(executor: Executor, ids: list[str]) -> None:
     """Wherever the driver is; here the fourth batch sends it."""
-    model = DataParallel(Interrupting(), ids, executor=executor)
+    model = DataParallel(Apply(interrupting), ids, executor=executor)
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             # Again where it is lost: Python ignores it in finalizers, torch's and Ray's too.
             for _ in model.map(itertools.cycle([0, 0, 0, os.getpid(), *[0] * 200])):
                 pass
-        assert usable(DataParallel(Picky(), ids, executor=executor))
+        assert usable(DataParallel(picky(), ids, executor=executor))
 
 
 def test_in_place() -> None:
@@ -215,7 +207,7 @@ def test_in_place() -> None:
     found = list(model.map([torch.randn(4, 3)] * 3))
     assert [out.requires_grad for out in found] == [False] * 3
     assert net.num_batches_tracked == 3
-    picky = DataParallel(Picky(), ["cpu"])
+    model = DataParallel(picky(), ["cpu"])
     loaded = []
 
     def loader() -> Iterator[Any]:
@@ -223,7 +215,7 @@ def test_in_place() -> None:
             loaded.append(batch)
             yield batch
 
-    outputs = picky.map(loader(), on_error="skip", in_flight=7)
+    outputs = model.map(loader(), on_error="skip", in_flight=7)
     assert firsts(itertools.islice(outputs, 1)) == [2]
     assert len(loaded) == 1
     with pytest.warns(UserWarning, match="1 batches failed"):
@@ -232,7 +224,7 @@ def test_in_place() -> None:
 
 def test_wrong_settings_are_named_at_once(executor: Executor) -> None:
     """Before anything is loaded."""
-    model = DataParallel(Picky(), executor=executor)
+    model = DataParallel(picky(), executor=executor)
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         *((ValueError, f"in_flight={wrong}", {"in_flight": wrong}) for wrong in (0, -1)),
         *((TypeError, "must be an int", {"in_flight": wrong}) for wrong in (True, 1.5, "2")),

@@ -1,6 +1,4 @@
-"""Several nodes: the driver on a head without GPUs, replicas on nodes that share neither memory nor
-sockets with it.
-"""
+"""Several nodes: the driver on a head without GPUs, and replicas that share nothing with it."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_several_nodes() -> None:
-    """Two and three nodes, code that only the driver has, nodes that come, go, die and
-    drain.
-    """
+    """Two and three, code that only the driver has, nodes that come, go, die and drain."""
     # A folder of its own: Ray writes there which cluster others are to join. A short one: it has
     # sockets in it.
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:

@@ -1,6 +1,4 @@
-"""One module name, two files: replicas compute with the driver's source, and never with another in
-silence.
-"""
+"""One module name, two files: replicas never compute with another source than the driver's."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ for net in (Net(), inner.net.Net()):
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Writes modules into folders of their own and imports them; all that is forgotten
-    afterwards.
-    """
+    """Writes modules into folders of their own and imports them, until the test ends."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may change twice within a second
 
@@ -80,9 +76,7 @@ def computed(model: Any) -> float:
 @pytest.mark.long
 @pytest.mark.ray
 def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path) -> None:
-    """`python exp/train.py`: Ray gives its workers the working folder first, Python gives a script
-    its own.
-    """
+    """Ray gives its workers the working folder first."""
     for folder, factor in ((tmp_path, 2.0), (tmp_path / "exp", 3.0)):
         (folder / "inner").mkdir(parents=True)
         (folder / "nets_of_two.py").write_text(NET.format(factor=factor))
@@ -100,9 +94,7 @@ def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path)
 def test_a_name_that_the_replica_has_loaded_from_another_file(
     trained: bool, modules: Callable[..., Any]
 ) -> None:
-    """The driver drops a module and imports a namesake: both models go on, each with its own
-    source.
-    """
+    """Both models go on, each with its own source."""
     first = DataParallel(modules("one", twofold=NET.format(factor=2.0)).Net(), ["cpu", "cpu"])
     assert computed(first) == 2.0
     second = DataParallel(modules("two", twofold=NET.format(factor=5.0)).Net(), ["cpu", "cpu"])
@@ -127,9 +119,7 @@ def test_a_folder_that_is_added_between_two_models(
 
 
 def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) -> None:
-    """Old objects keep the old code, new ones have the new; also where functions are changed in
-    place. No step of any model is lost.
-    """
+    """Old objects keep the old code, new ones have the new. No step of any model is lost."""
     module = modules(
         "one",
         reloaded=NET.format(factor="2.0 * x.sum() / x.sum()").replace("FACTOR =", "FACTOR = 1 #"),
@@ -156,9 +146,7 @@ def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) 
 def test_a_file_that_changes_before_a_successor_starts(
     modules: Callable[..., Any], tmp_path: Path, executors: Any
 ) -> None:
-    """While training runs, the next experiment is being written: a new replica imports what the
-    driver runs.
-    """
+    """A new replica imports what the driver runs."""
     module = modules("one", edited=NET.format(factor=2.0))
     executor = executors(name="killable")
     model = DataParallel(module.Net(), executor=executor)

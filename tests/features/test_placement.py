@@ -60,9 +60,7 @@ def test_replicas_are_numbered_in_the_order_of_nodes() -> None:
 
 
 def test_cpu_replicas_go_round(at: At) -> None:
-    """The driver's node first; a head that was started without CPUs is left alone, unless there is
-    nothing else.
-    """
+    """A head without CPUs is left alone, unless there is nothing else."""
     machines = [node("a"), node("b"), node("c")]
     assert at(machines, ["cpu"] * 4) == ["a", "b", "c", "a"]
     head = node("head", cpus=0)

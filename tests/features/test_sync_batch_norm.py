@@ -1,6 +1,4 @@
-"""`convert_sync_batchnorm`: batch norm over the whole batch (pytorch#1051, #38940), compared with
-the plain module on the whole batch, in double precision.
-"""
+"""`convert_sync_batchnorm`, compared with the plain module on the whole batch."""
 
 from __future__ import annotations
 
@@ -11,21 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Apply, assert_same_grads, assert_same_state, raised
+from harness import Apply, assert_same_grads, assert_same_state, made_of, raised
 from mortal import arm, armed, fate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import (
-    DataParallel,
-    Executor,
-    Options,
-    ReplicaDied,
-    convert_sync_batchnorm,
-    parallel_apply,
-    replicate,
-)
+from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
 from raydp_parallel.driver.dispatcher import Dispatcher
+from raydp_parallel.errors import ReplicaDied
+from raydp_parallel.functional import parallel_apply, replicate
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 
 
@@ -160,23 +152,18 @@ def test_X3_derivatives_of_second_order(two: Executor) -> None:
     assert_same_grads(model, plain, rtol=1e-10, atol=1e-10)
 
 
-class Fails(nn.Module):
+@made_of(first=lambda: nn.BatchNorm1d(3), second=lambda: nn.BatchNorm1d(3))
+def fails(net: Any, x: Tensor) -> Tensor:
     """Raises in the chunk of the largest rows, between two batch norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.first(x)
-        if float(x.detach().max()) > 50:
-            raise KeyError("too large")
-        return self.second(out)
+    out = net.first(x)
+    if float(x.detach().max()) > 50:
+        raise KeyError("too large")
+    return net.second(out)  # type: ignore[no-any-return]
 
 
 def test_X3_an_error_of_one_chunk_is_raised(two: Executor) -> None:
     """The other one does not wait for it, and the next call works."""
-    net = convert_sync_batchnorm(Fails())
+    net = convert_sync_batchnorm(fails())
     plain = copy.deepcopy(net)
     model = DataParallel(net, executor=two)
     x = rows(8).detach().float()
@@ -190,9 +177,7 @@ def test_X3_an_error_of_one_chunk_is_raised(two: Executor) -> None:
 
 
 def test_X3_chunks_that_differ_do_not_wait_for_each_other(two: Executor) -> None:
-    """The error names the chunks that have ended and those that wait; it comes once one of them has
-    ended, whatever a replica's patience is.
-    """
+    """The error comes once one of them has ended, whatever a replica's patience is."""
     net = Apply(lambda net, x: net.norm(x) if int(x[0, 0]) else x, norm=nn.BatchNorm1d(3))
     model = DataParallel(convert_sync_batchnorm(net), executor=two)
     error = raised(lambda: model(torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2)))
@@ -254,19 +239,12 @@ def test_X3_nobody_waits_for_a_request_that_ctrl_c_has_held_back(
     assert torch.equal(model(rows(8)[:, :3]), expected)
 
 
-class Hanging(nn.Module):
+@made_of(norm=lambda: nn.BatchNorm1d(1))
+def hanging(net: Any, x: Tensor) -> Tensor:
     """Never ends for rows of the second chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Wait for ever, or normalise."""
-        if x[0] > 0:
-            threading.Event().wait()
-        found: Tensor = self.norm(x)
-        return found
+    if x[0] > 0:
+        threading.Event().wait()
+    return net.norm(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.long
@@ -274,7 +252,7 @@ class Hanging(nn.Module):
 def test_X3_the_limit_of_a_call_holds() -> None:
     """Also for a chunk that others wait for."""
     with Executor(["cpu", "cpu"], options=Options(call_timeout=3.0)) as executor:
-        model = DataParallel(convert_sync_batchnorm(Hanging()), executor=executor)
+        model = DataParallel(convert_sync_batchnorm(hanging()), executor=executor)
         model(torch.zeros(4, 1))  # a first call has more time
         with pytest.raises(ReplicaDied, match="call_timeout"):
             model(torch.tensor([[0.0], [0.0], [1.0], [1.0]]))

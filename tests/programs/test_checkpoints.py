@@ -1,6 +1,4 @@
-"""Checkpoints of a wrapped model: `torch.save`, `torch.distributed.checkpoint`, and a trial of Ray
-Tune that was interrupted. Training that goes on from one has the bits of training that never ended.
-"""
+"""Training that goes on from a checkpoint has the bits of training that never ended."""
 
 from __future__ import annotations
 
@@ -22,12 +20,7 @@ TWO = ["cpu", "cpu"]
 
 
 class Training:
-    """A model with batch norm, dropout and a counter, and its optimizer.
-
-    Args:
-        seed: The seed of its weights.
-        executor: The executor that runs it; None is the process's.
-    """
+    """A model with batch norm, dropout and a counter, and its optimizer."""
 
     def __init__(self, seed: int, executor: Executor | None = None) -> None:
         torch.manual_seed(seed)
@@ -68,12 +61,8 @@ def load_distributed(training: Training, folder: Path) -> None:
     model, optimizer = get_state_dict(training.model, training.optimizer)
     found = {"model": model, "optimizer": optimizer}
     dcp.load(found, checkpoint_id=folder, no_dist=True)
-    set_state_dict(
-        training.model,
-        training.optimizer,
-        model_state_dict=found["model"],
-        optim_state_dict=found["optimizer"],
-    )
+    states = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+    set_state_dict(training.model, training.optimizer, **states)
 
 
 @pytest.mark.long

@@ -1,6 +1,4 @@
-"""Each example runs as its reader would run it, in a process of its own or in a cell, and does what
-it says.
-"""
+"""Each example runs as its reader would run it, and does what it says."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def test_readme_examples_run_on_two_cpu_replicas() -> None:
 
 
 def test_the_readme_s_first_screen_says_what_it_is() -> None:
-    """In so many lines: what it is, a picture, two commands, an example, a comparison, and when
-    not to use it; and it has the headings that are searched for.
-    """
+    """In so many lines, with the headings that are searched for."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     screen = text.partition("\n## Install")[0]
     assert len(screen.splitlines()) <= 60 and len(text.splitlines()) <= 180

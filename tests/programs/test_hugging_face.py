@@ -1,6 +1,4 @@
-"""Hugging Face's `Trainer` with its default arguments: what it logs with a wrapped model is what it
-logs with the plain one.
-"""
+"""Hugging Face's `Trainer` logs with a wrapped model what it logs with the plain one."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Random words, and a column that no model takes; rows of a language have labels of their own
-    number, so that a mean over chunks is not that of the batch.
-    """
+    """Random words; rows have labels of their own number, and a column that no model takes."""
 
     def __init__(self, kind: str) -> None:
         self.ids = torch.randint(48, (24, 12), generator=torch.Generator().manual_seed(1))
@@ -86,9 +82,7 @@ def fit(
     ],
 )
 def test_the_trainer_s_losses(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Also by a training that resumes: its weights have the bits of the one that never ended. The
-    evaluation has a loss if it is told what the labels are, which it looks for in the class.
-    """
+    """Also of a training that resumes; an evaluation has a loss if it knows the labels."""
     expected = fit(fresh(kind), kind, tmp_path / "plain", **settings)
     net = fresh(kind)
     model = DataParallel(net, ["cpu", "cpu"])
@@ -108,9 +102,7 @@ def test_the_trainer_s_losses(kind: str, settings: dict[str, Any], tmp_path: Pat
 def test_what_the_trainer_saves_is_loaded_by_from_pretrained(
     attached: bool, tmp_path: Path
 ) -> None:
-    """By default arguments, with the best checkpoint at the end; also where the trainer is given
-    the wrapper, which hides the names of labels.
-    """
+    """The best checkpoint, too; also if the trainer is given the wrapper."""
     net = fresh("bert")
     model = DataParallel(net, ["cpu", "cpu"])
     settings: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "report_to": [], "use_cpu": True}

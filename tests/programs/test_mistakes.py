@@ -122,9 +122,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_says_what_to_do(name: str) -> None:
-    """By an error, or by a warning where the program may be meant so. Errors of this package show
-    few of its frames, and no other error before them.
-    """
+    """By an error, with few frames of this package, or by a warning."""
     program, words = MISTAKES[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

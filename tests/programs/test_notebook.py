@@ -1,6 +1,4 @@
-"""A notebook: a kernel with cells, classes that live in it, and its stop button, which signals all
-its group.
-"""
+"""A notebook: cells, classes that live in them, and its stop button."""
 
 from __future__ import annotations
 
@@ -59,11 +57,7 @@ x = torch.arange(4.0)
 
 
 class Notebook:
-    """A kernel.
-
-    Args:
-        manager: Runs it.
-    """
+    """A kernel."""
 
     def __init__(self, manager: KernelManager) -> None:
         self._manager = manager
@@ -136,9 +130,7 @@ def test_the_example(notebook: Notebook) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_stop_button(notebook: Notebook, tmp_path: Path, where: str) -> None:
-    """The cell ends with KeyboardInterrupt while replicas wait, the same ones answer later, and
-    gradients are whole.
-    """
+    """The same replicas answer later, and gradients are whole."""
     train = "model.zero_grad(); model(x).sum().backward(); print(model.module.weight.grad.item())"
     pids = "print([info.pid for info in model.executor.replicas()])"
     assert notebook.run(train) == "12.0"

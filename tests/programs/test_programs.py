@@ -1,8 +1,4 @@
-"""Programs that were written for nn.DataParallel: the patterns of well-known libraries, small, on
-us and on upstream.
-
-Each is written once over a base class or a wrapping function, and must do the same under both.
-"""
+"""Programs for nn.DataParallel, the patterns of well-known libraries, do the same on both."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import Apply, assert_same_grads, same, tiny_gpt2, trio
+from harness import Apply, assert_same_grads, made_of, same, tiny_gpt2, trio
 from torch import nn
 
 import raydp_parallel
@@ -63,16 +59,10 @@ class Graphs:
         return cls(torch.cat(graphs), owner, len(graphs))
 
 
-class Pool(nn.Module):
+@made_of(lin=(4, 3))
+def pool(net: Any, graphs: Graphs) -> torch.Tensor:
     """One row per graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 3)
-
-    def forward(self, graphs: Graphs) -> torch.Tensor:
-        rows = self.lin(graphs.nodes)
-        return torch.zeros(graphs.count, 3).index_add(0, graphs.owner, rows)
+    return torch.zeros(graphs.count, 3).index_add(0, graphs.owner, net.lin(graphs.nodes))
 
 
 def graph_parallel(base: Any) -> Any:
@@ -104,13 +94,11 @@ def graph_parallel(base: Any) -> Any:
 
 @pytest.mark.parametrize("sizes", [[5, 1, 1, 2, 3], [1, 1], [7]])
 def test_pyg_lists_split_by_size(sizes: list[int]) -> None:
-    """Each replica is given one object of the user's class, tensors inside; gradients reach the
-    nodes.
-    """
+    """Each replica is given one object of the user's class; gradients reach the nodes."""
     results = []
     for base, ids in BASES.values():
         torch.manual_seed(2)
-        model = graph_parallel(base)(Pool(), ids)
+        model = graph_parallel(base)(pool(), ids)
         graphs = [torch.randn(n, 4, requires_grad=True) for n in sizes]
         out = model(graphs)
         out.square().sum().backward()
@@ -137,9 +125,7 @@ def ungathered(base: Any) -> Any:
 
 
 def parallel_criterion(base: Any, apply: Callable[..., list[Any]]) -> Any:
-    """After encoding.parallel.DataParallelCriterion: the inputs are scattered already, the targets
-    are not.
-    """
+    """After encoding.parallel.DataParallelCriterion: only targets are still to be scattered."""
 
     class Criterion(base):  # type: ignore[misc]
         def forward(self, inputs: Any, *targets: Any, **kwargs: Any) -> Any:
@@ -197,15 +183,10 @@ def test_encoding_parallel_loss(how: str) -> None:
     assert_same_grads(ours[1], theirs[1])
 
 
-class Clip(nn.Module):
+@made_of(visual=(4, 3), text=(4, 3))
+def clip(net: Any, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """Two towers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.visual, self.text = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return (self.visual(image) * self.text(text)).sum(1)
+    return (net.visual(image) * net.text(text)).sum(1)
 
 
 def encoding(base: Any) -> Any:
@@ -225,7 +206,7 @@ def test_clip_encodes_images_in_parallel() -> None:
     results = []
     for base, ids in BASES.values():
         torch.manual_seed(2)
-        model = encoding(base)(Clip(), ids)
+        model = encoding(base)(clip(), ids)
         x, _ = data(7)
         encoded = model.encode_image(x)
         (encoded.square().sum() + model(x, -x).sum()).backward()
@@ -275,9 +256,7 @@ def test_isinstance_and_unwrapping() -> None:
 
 
 def test_G4_G5_outputs_and_caches_of_transformers_come_back_as_themselves() -> None:
-    """Gradients included; `past_key_values` is one cache, of all rows, that the next step can be
-    called with.
-    """
+    """A cache is one, of all rows, that the next step can be called with."""
     transformers = pytest.importorskip("transformers")
     ours, theirs, _ = trio(tiny_gpt2().eval(), 2)
     tokens = torch.arange(20).view(4, 5)

@@ -186,9 +186,7 @@ def gcs() -> Any:
 
 
 def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> None:
-    """Nodes end in the midst of forward, in the midst of backward, between the two, and between two
-    steps.
-    """
+    """Nodes end in forward, in backward, between the two, and between two steps."""
     folder = tempfile.mkdtemp()
 
     def end(replica: int) -> None:
@@ -226,9 +224,7 @@ def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> 
 
 
 def elastic(cluster: Cluster, net: nn.Module) -> None:
-    """Three chunks on one GPU, on two once there are two, and on one again when the other's node
-    drains.
-    """
+    """Three chunks on one GPU, on two once there are two, and on one when a node drains."""
     with Executor([0, 1, 2], options=Options(elastic=True)) as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
         states: list[str] = []
@@ -259,9 +255,7 @@ def elastic(cluster: Cluster, net: nn.Module) -> None:
 
 
 def chosen(cluster: Cluster, net: nn.Module) -> None:
-    """By label and resource, two on one GPU, one of its halves after the other; an executor for all
-    GPUs grows.
-    """
+    """By label and resource, two on one GPU; an executor for all GPUs grows."""
     shares = {"gpus_per_replica": 0.5, "cpus_per_replica": 0.25, "resources": {"c": 0.25}}
     node = add_node(cluster, "c")
     with Executor(options=Options(**shares)) as executor:

@@ -1,6 +1,4 @@
-"""Modules that end their processes at a chosen moment, and training that is compared to the bit
-with an undisturbed run.
-"""
+"""Modules that end their processes at a chosen moment."""
 
 from __future__ import annotations
 

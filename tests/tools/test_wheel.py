@@ -1,6 +1,4 @@
-"""The sdist and the wheel: built from the files that are kept, installed apart from the checkout,
-and used.
-"""
+"""The sdist and the wheel: installed apart from the checkout, and used."""
 
 from __future__ import annotations
 
