@@ -1,6 +1,4 @@
-"""Scatter and gather against upstream, row by row of the contract; where we differ, the test says
-what holds.
-"""
+"""Scatter and gather against upstream, row by row of the contract."""
 
 import enum
 import warnings
@@ -17,15 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from raydp_parallel.batch import (
-    containers,
-    gather,
-    register_batch_type,
-    scatter,
-    scatter_kwargs,
-    sizes,
-)
-from raydp_parallel.batch.splitting import weighted_sizes
+from raydp_parallel.batch import containers, gather, register_batch_type, scatter, scatter_kwargs
+from raydp_parallel.batch.splitting import sizes, weighted_sizes
 
 TWO = [0, 1]
 LENGTHS = (3, 1, 4, 2, 5)

@@ -1,6 +1,4 @@
-"""Bad input gets a clear error, and the executor stays usable: each test ends with a good call on
-the same executor.
-"""
+"""Bad input gets a clear error, and the executor stays usable, as a good call then shows."""
 
 from __future__ import annotations
 
@@ -15,16 +13,8 @@ import torch
 from harness import raised
 from torch import nn
 
-from raydp_parallel import (
-    DataParallel,
-    Executor,
-    Options,
-    ParallelError,
-    PlacementError,
-    TransferError,
-    data_parallel,
-    errors,
-)
+from raydp_parallel import DataParallel, Executor, Options, data_parallel, errors
+from raydp_parallel.errors import ParallelError, PlacementError, TransferError
 
 pytestmark = pytest.mark.usefixtures("usable_afterwards")
 
@@ -34,9 +24,7 @@ THREE = ["cpu", "cpu", "cpu"]
 
 @pytest.fixture
 def usable_afterwards() -> Iterator[None]:
-    """After the test the shared executor runs forward and backward, and, if no replica died, with
-    the same processes.
-    """
+    """After the test the shared executor works, with the same processes if none died."""
     executor = DataParallel(nn.Linear(4, 2), THREE).executor
     good_call(THREE)
     before = executor.replicas()

@@ -1,6 +1,4 @@
-"""Section 1.7 of the contract: gradients through remote replicas are those of upstream and of the
-plain module.
-"""
+"""Gradients through replicas are those of upstream and of the plain module: rows B1 to B14."""
 
 from __future__ import annotations
 
@@ -114,9 +112,6 @@ def bytes_out(model: DataParallel[Any]) -> int:
     return sum(replica.bytes_out for replica in model.executor.stats().replicas)
 
 
-# --- B1: sums, once ---
-
-
 @pytest.mark.parametrize(("rows", "replicas"), [(7, 2), (7, 3), (7, 4), (2, 4), (0, 2)])
 def test_B1_gradients_are_sums_over_replicas(rows, replicas):
     """Outputs, and gradients of inputs and parameters, also if some replicas have no chunk."""
@@ -163,9 +158,6 @@ def test_B1_complex_parameters_and_inputs(model):
     return x.grad
 
 
-# --- B2: hooks of modules ---
-
-
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_B2_forward_hooks_fire_once_per_replica(replicas):
     """Each replica's hook adds a row to its chunk's output, and another one changes its input."""
@@ -204,9 +196,6 @@ def test_B2_wrapper_hooks_fire_once():
 
     parity(mlp(), use)
     assert fired == {"pre": 15, "forward": 15, "backward_pre": 15}
-
-
-# --- B3, B4: parameters that are not used ---
 
 
 @made_of(one=(3, 2), two=(3, 2), frozen=ones(2, requires_grad=False))
@@ -289,9 +278,6 @@ def test_B4_grad_of_unused_under_option_none(allow_unused):
     parity(branches(), use, upstream=False, options=Options(unused_grads="none"))
 
 
-# --- B5: parameters that some replicas use; sparse gradients ---
-
-
 @made_of(words=lambda: nn.Embedding(6, 3, sparse=True), scale=ones(3))
 def words(net, ids):
     """A sparse embedding that chunks starting with word 0 do not use."""
@@ -322,9 +308,6 @@ def test_B5_sparse_gradients_in_some_replicas_are_dense():
             return table.grad.is_sparse, table.grad.to_dense()
 
         parity(words(), use, len(rows), plain=False)
-
-
-# --- B6: higher orders, and autograd.grad ---
 
 
 @alike(mlp)
@@ -423,9 +406,6 @@ def test_B6_second_order_with_a_constant_gradient(model):
     assert gy.requires_grad and not gx.requires_grad
     (gx.sum() + gy.square().sum()).backward()
     return gx.detach(), gy.detach(), y.grad
-
-
-# --- B6: only what is asked for ---
 
 
 class Failing(Function):
@@ -527,9 +507,6 @@ def test_B6_transforms_are_refused(two, transform):
     assert_close(found, torch.func.jacrev(lambda x: model.module(x).sum(0))(x))
 
 
-# --- B7: backward twice ---
-
-
 @pytest.mark.xfail(strict=True, reason="the driver's side of a graph always saves something")
 @alike(lambda: Apply(lambda net, x: x + net.weight, weight=nn.Parameter(torch.ones(3))))
 def test_B7_backward_twice_through_a_graph_that_saves_nothing(model):
@@ -537,9 +514,6 @@ def test_B7_backward_twice_through_a_graph_that_saves_nothing(model):
     loss = model(data(4, 3)).sum()
     loss.backward()
     loss.backward()
-
-
-# --- B8, B9: outputs one by one, or in part ---
 
 
 @made_of(one=(3, 4), two=(3, 4), scale=ones(4))
@@ -569,19 +543,6 @@ def test_B9_loss_on_a_slice(model):
     return x.grad
 
 
-# --- B10: many calls, checkpoints ---
-
-
-@alike(lambda: nn.Linear(3, 3))
-def test_B10_output_fed_back(model):
-    """A recurrent use: the output of one call is the input of the next."""
-    x = state = leaf(5, 3)
-    for _ in range(4):
-        state = model(state).tanh()
-    state.square().sum().backward()
-    return x.grad
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_B10_checkpoint_inside(use_reentrant):
     """Batch norm counts twice, and so does the master's, the second time with backward."""
@@ -599,9 +560,6 @@ def test_B10_checkpoint_inside(use_reentrant):
     middle = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
     block = Checkpointed(middle, use_reentrant)
     parity(nn.Sequential(nn.Linear(3, 4), block, nn.Linear(4, 2)), use, plain=False)
-
-
-# --- B11: parameters changed between forward and backward ---
 
 
 def _step(model):
@@ -737,9 +695,6 @@ def test_B11_buffer_changed_in_the_driver(model):
     assert IN_PLACE in str(raised(loss.backward))
 
 
-# --- B12: how long graphs live ---
-
-
 @pytest.fixture
 def quiet_gc():
     """Nothing is collected but by counting references, and nothing that is older than the test."""
@@ -855,9 +810,6 @@ def _raising(_grad):
     raise ValueError("hook of the driver")
 
 
-# --- B13: losses inside ---
-
-
 def mean_square() -> nn.Module:
     """A loss."""
     return Apply(lambda net, x: net.inner(x).square().mean(), inner=mlp())
@@ -869,9 +821,6 @@ def test_B13_weighted_mean_is_the_batch_mean(model):
     loss = model(data(7, 3))
     loss.backward()
     return loss.detach()
-
-
-# --- B14: what comes back ---
 
 
 @made_of(layer=(3, 2), constant=lambda: nn.Parameter(torch.arange(2.0)))
@@ -934,9 +883,6 @@ def test_B14_autograd_inside_forward(model):
     out = model(data(6, 3))
     out.square().sum().backward()
     return out.detach()
-
-
-# --- the other entries: functional form, single replicas ---
 
 
 def test_functional_data_parallel_of_a_temporary_module():

@@ -1,6 +1,4 @@
-"""Scatter and gather through the wrapper: what replicas are given, and what comes back (rows S, K
-and G).
-"""
+"""Scatter and gather through the wrapper: rows S, K and G."""
 
 from __future__ import annotations
 
@@ -57,9 +55,6 @@ def outputs(
 def rows(count: int = 6) -> Tensor:
     """A batch of distinct numbers."""
     return torch.arange(3.0 * count).view(count, 3)
-
-
-# --- S: what a replica is given ---
 
 
 @pytest.mark.parametrize(("count", "replicas"), [(5, 4), (6, 4), (3, 4), (1, 2), (7, 3)])
@@ -223,18 +218,12 @@ def test_S13_complex_tensors_along_the_last_dimension() -> None:
     assert isinstance(raised(lambda: theirs(x)), RuntimeError)
 
 
-# --- K: keyword arguments ---
-
-
 def test_K2_one_row_and_a_flag_are_one_chunk() -> None:
     """Upstream calls a second replica without its input (pytorch#31460)."""
     ours, theirs, plain = trio(apply(lambda net, x, flag: net.weight * x if flag else x), 2)
     same(ours(rows(1), flag=True), plain(rows(1), flag=True))
     error = raised(lambda: theirs(rows(1), flag=True))
     assert isinstance(error, TypeError) and "replica 1" in str(error)
-
-
-# --- G: what comes back ---
 
 
 @pytest.mark.parametrize("replicas", [2, 3])

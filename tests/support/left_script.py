@@ -6,36 +6,31 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
-from torch import Tensor, nn
+from harness import Apply, ones
+from torch import Tensor
 
 import raydp_parallel
 from raydp_parallel import DataParallel, ParallelError
 
 
-class Waits(nn.Module):
+def waits(net: Any, x: Tensor) -> Tensor:
     """Says that it began, and waits."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.folder = folder
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        path = Path(self.folder, "wait")
-        while path.exists():
-            Path(self.folder, "begun").touch()
-            time.sleep(0.01)
-        return x * self.weight
+    path = Path(net.folder, "wait")
+    while path.exists():
+        Path(net.folder, "begun").touch()
+        time.sleep(0.01)
+    return x * net.weight
 
 
 def main() -> None:
     """One call that loses its cluster, and one that starts the next."""
     folder = Path(sys.argv[1])
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    model = DataParallel(Waits(str(folder)), ["cpu", "cpu"])
+    model = DataParallel(Apply(waits, weight=ones(1), folder=str(folder)), ["cpu", "cpu"])
     x = torch.arange(4.0)
     model(x)
     (folder / "wait").touch()
