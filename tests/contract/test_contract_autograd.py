@@ -534,6 +534,14 @@ def test_B8_separate_backward_on_different_outputs(model):
     return first, x.grad, y.grad
 
 
+@alike(two_heads, plain=False)
+def test_B8_shared_trunk_needs_retain(model):
+    """Heads with a trunk in common: as in the plain module the second backward finds it freed."""
+    a, b = model(data(4, 3))
+    a.sum().backward()
+    assert TWICE in str(raised(b.sum().backward))
+
+
 @alike(mlp, 3)
 def test_B9_loss_on_a_slice(model):
     """Replicas with unused rows receive zero gradients."""
@@ -857,6 +865,17 @@ def test_B14_identity_module_returns_a_new_tensor(model):
     grad.square().sum().backward()
     assert model(torch.ones(4, 2)).grad_fn is None
     return out.detach(), grad.detach(), x.grad
+
+
+@alike(mlp)
+def test_B14_outputs_can_be_changed_in_place(model):
+    """Outputs are the caller's."""
+    x = leaf(4, 3)
+    out = model(x)
+    out.mul_(2).add_(1)
+    out[0] = 0
+    out.square().sum().backward()
+    return out.detach(), x.grad
 
 
 def test_B14_grad_with_respect_to_an_output():
