@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import compress, takewhile
 from operator import eq
@@ -28,6 +28,7 @@ from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Kept, build
 from raydp_parallel.state.run import SMALL, same, set_versions, versions_of
+from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
 from raydp_parallel.wire.windows import Window
 
@@ -36,9 +37,6 @@ _TRAINED = (
     "Their copies would differ from now on: use an optimizer in your process for this module, or "
     "let the module write to a buffer"
 )
-
-Spread = Callable[[Tensor], None]
-"""Copies a part of the run to all members of a group, or from its root."""
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -152,13 +150,9 @@ class ReplicaModule:
 
     # The master's state.
 
-    def update(self, update: StateUpdate, spread: Spread | None) -> None:
-        """Take the master's changes over.
-
-        Args:
-            update: The changes.
-            spread: Copies a part of the run to all members of the group, or from its root; None
-                if each replica gets its own.
+    def update(self, update: StateUpdate, exchange: Exchange | None) -> None:
+        """Take the master's changes over. Of a group, the root gets the changed parts of the run,
+        and spreads them.
         """
         news: StateNews = pickle.loads(update.news)
         if news.sources is not None:
@@ -168,7 +162,7 @@ class ReplicaModule:
         if news.structure is not None:
             self._structure, self._kept = news.structure, {}
             self._form = self._next = None
-        self._bring(news, update, spread)
+        self._bring(news, update, exchange)
         views = self._run.views
         contents = {slot: views[slot] for slot in news.versions if slot in views}
         contents.update(zip(news.slots, update.contents, strict=True))
@@ -206,7 +200,7 @@ class ReplicaModule:
         set_versions([self._tracked[slot].tensor for slot in news.versions], news.versions.values())
         self.revision = update.revision
 
-    def _bring(self, news: StateNews, update: StateUpdate, spread: Spread | None) -> None:
+    def _bring(self, news: StateNews, update: StateUpdate, exchange: Exchange | None) -> None:
         """Bring what changed of the run to this replica's memory. In memory of the driver's that
         this replica computes in, it is there.
         """
@@ -221,14 +215,14 @@ class ReplicaModule:
             views = dict(zip(news.run.slots, layout.views(memory), strict=True))
             self._run, self._form, self._next = _Run(window, memory, layout, views), None, None
         window, memory, *_ = self._run
-        takes = update.spread is None or update.spread.rank == update.spread.root
+        takes = exchange is None or exchange.rank == exchange.root
         for i, (begin, end) in enumerate(news.ranges):
             if takes and window is not None:
                 copy_up(window, memory, begin, end)
             elif update.parts:
                 memory[begin:end].copy_(update.parts[i])
-            if spread is not None:
-                spread(memory[begin:end])
+            if exchange is not None:
+                exchange.spread(memory[begin:end])
 
     def _in_window(self, spec: SlotSpec, master: bool) -> Tensor:
         """Show a tensor of a window, with a storage and a version of its own."""

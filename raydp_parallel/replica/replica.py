@@ -129,7 +129,8 @@ class Replica:
                     trial.try_group(made, self._device)
         return self._groups[request.name]
 
-    def _taking_part(self, place: ExchangeRequest | None) -> AbstractContextManager[None]:
+    def _joined(self, place: ExchangeRequest | None) -> AbstractContextManager[Exchange | None]:
+        """Take part in a group, if a request has a place in one."""
         if place is None:
             return contextlib.nullcontext()
         return self._exchange(place).taking_part(place.layers)
@@ -153,7 +154,8 @@ class Replica:
         if isinstance(request, GradientsRequest):
             return Answer(Row(resident.gradients(request.slots, request.chunk)))
         threads.use(self._device, request.threads)
-        return Answer(resident.step(request, self._exchange))
+        with self._joined(request.exchange) as exchange:
+            return Answer(resident.step(request, exchange))
 
     def _updated(self, number: int, update: StateUpdate | None) -> Model:
         """Return a model, with the master's changes."""
@@ -163,12 +165,8 @@ class Replica:
         model = self._models[number]
         if update is not None:
             model.module.revision = -1  # if it fails, or the group does not come, it asks for all
-            with contextlib.suppress(Abandoned, Differing), self._taking_part(update.spread):
-                spread = None
-                if update.spread is not None:
-                    exchange, root = self._exchange(update.spread), update.spread.root
-                    spread = functools.partial(exchange.spread, root=root)
-                model.module.update(update, spread)
+            with contextlib.suppress(Abandoned, Differing), self._joined(update.spread) as exchange:
+                model.module.update(update, exchange)
         return model
 
     def _forward(self, request: ForwardRequest) -> Answer:
@@ -187,7 +185,7 @@ class Replica:
             if module.lacking:
                 return Answer(lacking=True)
             threads.use(self._device, terms.threads)
-            with self._taking_part(terms.group):
+            with self._joined(terms.group):
                 # One that runs again for its graph has reported its writes before.
                 report = terms.first and request.overlay is None
                 state = module.begin(request.overlay or {}, report)
@@ -238,7 +236,7 @@ class Replica:
                 grads += [*map(torch.zeros_like, idle)]
         needed, keeps = request.needed, max(request.needed, default=SENT) >= KEPT
         threads.use(self._device, terms.threads)
-        with self._taking_part(terms.group):
+        with self._joined(terms.group) as exchange:
             module.again(home.state, request.moved, terms.first)
             self._idle = module
             if keeps:
@@ -254,40 +252,38 @@ class Replica:
             reached = b""
             if keeps:
                 reached = resident.keep(terms.chunk, home.slots, needed, found)
-            elif SUMMED in needed:
-                reached = self._sum(request, home, found)
+            elif exchange is not None and SUMMED in needed:
+                reached = _summed(exchange, needed, home, found)
         count = sum([slot is not None for slot in home.slots])
         return Answer((Row(found[:count]), Row(found[count:])), reached, writes=writes)
 
-    def _sum(self, request: BackwardRequest, home: Graph, grads: list[Tensor | None]) -> bytes:
-        """Sum gradients over the group, for its root; returns which were. Where that fails, or
-        chunks have gradients of other parameters, the driver gets them as they are.
-        """
-        place = request.terms.group
-        assert place is not None
-        chosen: dict[torch.dtype, dict[int, Tensor]] = {}
-        for at, (code, grad) in enumerate(zip(request.needed, grads, strict=True)):
-            if code == SUMMED and grad is not None and is_plain(grad) and not grad.is_complex():
-                chosen.setdefault(grad.dtype, {})[at] = grad
-        runs: list[Tensor] = []
-        sums: dict[int, Tensor] = {}
-        exchange = self._exchange(place)
-        try:
-            for row in chosen.values():
-                run, parts = summable([home.leaves[at] for at in row], exchange.size)
-                torch._foreach_copy_(parts, [*row.values()])
-                runs.append(run)
-                sums.update(zip(row, parts, strict=True))
-            what = hash(tuple([home.slots[at] for at in sums]))
-            exchange.add(runs, range(exchange.size), place.root, what)
-        except (Abandoned, Differing):
-            return b""
-        except torch.OutOfMemoryError:
-            exchange.close()
-            return b""
-        for at, total in sums.items():
-            grads[at] = total if exchange.rank == place.root else None
-        return bytes([at in sums for at in range(len(grads))])
+
+def _summed(exchange: Exchange, needed: bytes, home: Graph, grads: list[Tensor | None]) -> bytes:
+    """Sum gradients over the group, for its root; returns which were. Where that fails, or chunks
+    have gradients of other parameters, the driver gets them as they are.
+    """
+    chosen: dict[torch.dtype, dict[int, Tensor]] = {}
+    for at, (code, grad) in enumerate(zip(needed, grads, strict=True)):
+        if code == SUMMED and grad is not None and is_plain(grad) and not grad.is_complex():
+            chosen.setdefault(grad.dtype, {})[at] = grad
+    runs: list[Tensor] = []
+    sums: dict[int, Tensor] = {}
+    try:
+        for row in chosen.values():
+            run, parts = summable([home.leaves[at] for at in row], exchange.size)
+            torch._foreach_copy_(parts, [*row.values()])
+            runs.append(run)
+            sums.update(zip(row, parts, strict=True))
+        what = hash(tuple([home.slots[at] for at in sums]))
+        exchange.add(runs, range(exchange.size), exchange.root, what)
+    except (Abandoned, Differing):
+        return b""
+    except torch.OutOfMemoryError:
+        exchange.close()
+        return b""
+    for at, total in sums.items():
+        grads[at] = total if exchange.rank == exchange.root else None
+    return bytes([at in sums for at in range(len(grads))])
 
 
 def _loaded(value: Parcel, grad: bool, inputs: list[Tensor]) -> Any:

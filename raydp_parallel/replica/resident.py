@@ -4,8 +4,7 @@ optimizers.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from raydp_parallel.wire.group import Exchange, summable
 from raydp_parallel.wire.messages import (
     ADDED,
     KEPT,
-    ExchangeRequest,
     ResumeRequest,
     SnapshotRequest,
     StepRequest,
@@ -100,17 +98,12 @@ class Resident:
 
     # Steps.
 
-    def step(
-        self, request: StepRequest, join: Callable[[ExchangeRequest], Exchange]
-    ) -> Tensor | None:
+    def step(self, request: StepRequest, exchange: Exchange | None) -> Tensor | None:
         """Make a step; or return the norm, and keep the sums for the step."""
         optimizer, slots = self._optimizers[request.optimizer]
-        exchange = None if request.exchange is None else join(request.exchange)
-        # If it fails, the others do not wait for this one.
-        with contextlib.nullcontext() if exchange is None else exchange.taking_part(layers=False):
-            if not request.again:
-                self._last.clear()  # they lie where the new ones will
-                self._last = self._sums(request, exchange)
+        if not request.again:
+            self._last.clear()  # they lie where the new ones will
+            self._last = self._sums(request, exchange)
         if request.scale is not None:
             for dtype in {grad.dtype for grad in self._last.values()}:
                 self._runs[dtype].mul_(request.scale)  # all of them at once

@@ -150,7 +150,8 @@ class Exchange:
     """
 
     def __init__(self, request: ExchangeRequest, device: torch.device) -> None:
-        self.rank, self.size = request.rank, request.size  # this member, and how many there are
+        # This member, how many there are, and the one that gets sums, and passes weights on.
+        self.rank, self.size, self.root = request.rank, request.size, request.root
         self._device = device if request.nccl else torch.device("cpu")
         self._patience = timedelta(seconds=request.timeout)
         self._begun: Any = None  # the operation that is on its way
@@ -190,14 +191,14 @@ class Exchange:
             raise Abandoned(text) from None
 
     @contextlib.contextmanager
-    def taking_part(self, layers: bool) -> Iterator[None]:
+    def taking_part(self, layers: bool) -> Iterator[Exchange]:
         """Run a block as one of several chunks, of which layers may exchange tensors; if it fails,
         the others do not wait for this one.
         """
         global current
         before, current = current, self if layers else None
         try:
-            yield
+            yield self
             if layers:
                 self.meet(END, 0)
         except BaseException:
@@ -224,10 +225,10 @@ class Exchange:
         """Give all members one row, and a number; returns the rows of all, by rank."""
         return self.swap(row.expand(self.size, *row.shape), mark, number)
 
-    def spread(self, run: Tensor, root: int) -> None:
-        """Copy a run of one member's to those of all."""
+    def spread(self, run: Tensor) -> None:
+        """Copy the root's run to those of all."""
         own, options = self._near(run), dist.BroadcastOptions()
-        options.rootRank = root
+        options.rootRank = self.root
         self.meet(0, run.nbytes)
         self._do("broadcast", options, [own])
         if own is not run:

@@ -73,8 +73,8 @@ def try_group(exchange: Exchange, device: torch.device) -> None:
         row = torch.arange(size // 8 // exchange.size, device=device)
         for n in range(_ROUNDS):
             sent = _numbers(row, *[(n, own, to) for to in everyone])
-            run = _late(sent * (own == 0))
-            exchange.spread(run, 0)
+            run = _late(sent * (own == exchange.root))
+            exchange.spread(run)
             total, totals = _late(sent).view(-1), _late(sent).view(-1)
             exchange.add([total], everyone, 0)
             exchange.add([totals], everyone)
@@ -82,7 +82,7 @@ def try_group(exchange: Exchange, device: torch.device) -> None:
             for by in everyone:
                 sums += _numbers(row, *[(n, by, to) for to in everyone]).view(-1)
             found = [
-                (run, _numbers(row, *[(n, 0, to) for to in everyone])),
+                (run, _numbers(row, *[(n, exchange.root, to) for to in everyone])),
                 (exchange.swap(_late(sent)), _numbers(row, *[(n, by, own) for by in everyone])),
                 (total, sums if own == 0 else sent.view(-1)),
                 (totals, sums),
