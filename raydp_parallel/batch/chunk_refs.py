@@ -99,7 +99,7 @@ def resolved(value: object, get: Callable[[Any], object], device: torch.device) 
     """
     objects: dict[object, object] = {}  # two arguments may be parts of one object
 
-    def swap(one: ChunkRefs | _Numbered) -> Any:
+    def swap(one: ChunkRefs | _Numbered) -> object:
         if one.ref not in objects:
             objects[one.ref] = get(one.ref)
         found = objects[one.ref]
@@ -115,7 +115,7 @@ def resolved(value: object, get: Callable[[Any], object], device: torch.device) 
     return _replaced(value, swap)
 
 
-def _replaced(value: object, swap: Function) -> Any:
+def _replaced(value: object, swap: Function) -> object:
     refs = ChunkRefs, _Numbered
     return mapped(value, lambda part: swap(part) if isinstance(part, refs) else part)
 

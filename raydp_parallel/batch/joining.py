@@ -82,7 +82,7 @@ def gather(
     return _join(outs, _How(output_place(target_device), dim, scalars, weights), "output")
 
 
-def _join(outs: list[Any], how: _How, path: str) -> Any:
+def _join(outs: list[Any], how: _How, path: str) -> object:
     joiners = [containers.rules_of(type(out))[1] for out in outs]
     if joiners[0] is not None and None not in joiners:
         return joiners[0](outs, how.place, how.dim)
@@ -164,7 +164,7 @@ def _join_packed(parts: Sequence[PackedSequence], data: Tensor) -> PackedSequenc
     return pack_padded_sequence(torch.cat(padded, 1), every, enforce_sorted=in_order)
 
 
-def _join_parts(outs: list[Any], kind: ContainerKind, how: _How, path: str) -> Any:
+def _join_parts(outs: list[object], kind: ContainerKind, how: _How, path: str) -> object:
     held = [containers.contents(out, kind) for out in outs]
     lengths = [len(parts) for parts in held]
     if len({*lengths}) > 1:
@@ -196,7 +196,7 @@ def _output_kind(out: object, path: str) -> ContainerKind:
     return ContainerKind.ITERABLE
 
 
-def _unlike(outs: list[Any], path: str) -> ValueError:
+def _unlike(outs: list[object], path: str) -> ValueError:
     named = ["None" if out is None else f"a {type(out).__name__}" for out in outs]
     seen = [f"replica {index} {name}" for index, name in enumerate(named[1:], 1)]
     text = ", ".join([f"replica 0 returned {named[0]}", *seen])

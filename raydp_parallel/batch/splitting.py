@@ -190,7 +190,7 @@ def _split(value: object, plan: _Plan, path: str) -> Sequence[Any]:
     return pieces
 
 
-def _split_parts(value: Any, plan: _Plan, path: str) -> Sequence[Any]:
+def _split_parts(value: object, plan: _Plan, path: str) -> Sequence[object]:
     kind, before = containers.kind_of(value), len(plan.cuts)
     parts = containers.contents(value, kind)
     split = [_split(part, plan, path + containers.step(kind, key)) for key, part in parts.items()]

@@ -46,7 +46,7 @@ def _context(packed: bytes) -> CallContext:
     return CallContext(*pickle.loads(packed))
 
 
-_Flag = tuple[Callable[[], Any], Callable[[Any], object]]
+_Flag = tuple[Callable[[], object], Callable[[Any], object]]
 """One process-wide setting: how to read it, and how to set it."""
 
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
@@ -81,11 +81,11 @@ def _setting(path: str, reader: str = "") -> _Flag:
     are read apart and set as one.
     """
     *parents, name = path.split(".")
-    owner: Any = torch
+    owner: object = torch
     for parent in parents:
         owner = getattr(owner, parent, None)
     told: Callable[[], object] = partial(getattr, owner, name, None)
-    write: Callable[[Any], object] = partial(setattr, owner, name)
+    write: Callable[[object], object] = partial(setattr, owner, name)
     if hasattr(owner, f"{name}_split_k"):
         told = partial(attrgetter(name, f"{name}_split_k"), owner)
     if reader:

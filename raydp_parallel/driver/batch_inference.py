@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Literal
 
 OnError = Literal["raise", "skip"]
-Begin = Callable[[int, tuple[object, ...], dict[str, object]], Callable[[], Any]]
+Begin = Callable[[int, tuple[object, ...], dict[str, object]], Callable[[], object]]
 """Sends a batch, of a number; returns what waits for its output."""
 
 
@@ -29,7 +29,7 @@ def outputs(
     """Yield the output of each batch, in order. So many may be ``in_flight``: they are sent, and
     have not given their outputs.
     """
-    flying: deque[tuple[int, Callable[[], Any]]] = deque()
+    flying: deque[tuple[int, Callable[[], object]]] = deque()
     sent = ((at, begin(at, *_arguments(batch))) for at, batch in enumerate(batches))
     skipped: list[str] = []
     end: Exception | None = None  # of the loader: raised after the outputs before it

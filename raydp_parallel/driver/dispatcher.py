@@ -129,7 +129,7 @@ class Pending:
         return here and (self.answer is not None or client.unsent == 0)
 
 
-def own(value: Any) -> Any:
+def own(value: object) -> Any:
     """Copy the tensors of an answer, so that it outlives the next request."""
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from raydp_parallel.wire.messages import (
     Terms,
 )
 
-Called = str | Callable[..., Any] | None
+Called = str | Callable[..., object] | None
 """A method's name, a function that takes the module first, or None for the module itself."""
 
 _numbers = itertools.count(1)
@@ -268,7 +268,7 @@ class Forward:
     flight: Flight  # their requests
     handle: GraphHandle  # frees their graphs
 
-    def finish(self, lend: bool = False) -> list[Any]:
+    def finish(self, lend: bool = False) -> list[object]:
         """Do to the module what the answers say, and return the outputs.
 
         Args:

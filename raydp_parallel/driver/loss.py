@@ -55,7 +55,7 @@ _OWN = "forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_b
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def function_of(criterion: Any) -> Function | None:
+def function_of(criterion: object) -> Function | None:
     """The function of torch that computes a criterion; None if it is not one of torch's, or if
     other code sees or changes its loss, of which nothing is known.
     """
@@ -112,7 +112,7 @@ class LossCall:
             )
         return replace(self, reduction=reduction or "mean", dim=dim, whole=chunks == 1)
 
-    def __call__(self, module: Function, *args: object, **kwargs: object) -> Any:
+    def __call__(self, module: Function, *args: object, **kwargs: object) -> object:
         inputs, targets, others = self.divided(args, kwargs)
         output = module(*inputs, **others)
         function = None if self.whole else function_of(self.criterion)
@@ -234,7 +234,7 @@ def loss_call(
     return replace(found, reduction=None) if found.known else found  # it has its own in each call
 
 
-def _divisor(function: Function, output: Tensor, given: Keywords, dim: int) -> Any:
+def _divisor(function: Function, output: Tensor, given: Keywords, dim: int) -> object:
     """The number that the mean of a criterion is divided by, or one in proportion to it."""
     weight, target = given.get("weight"), given.get("target", output)
     if function is F.ctc_loss:

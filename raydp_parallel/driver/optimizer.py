@@ -63,7 +63,7 @@ class InReplicas(OptimizerState):
         resident.add(self)
         self._resident = resident
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Let the replicas make a step, and go on; its error comes with the next call."""
         loss = None
         if closure is not None:
@@ -100,7 +100,7 @@ class InReplicas(OptimizerState):
         return self.__dict__["state"]
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: object) -> None:
         if hasattr(self, "_resident"):
             self._resident.recall()
         self.__dict__["state"] = value

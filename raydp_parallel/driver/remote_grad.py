@@ -26,7 +26,7 @@ def _is_dispatched(func: Callable[..., object]) -> bool:
     return func in BLIND or isinstance(getattr(torch.ops.aten, func.__name__, None), _OPERATOR)
 
 
-def _replaced(value: Any, change: Callable[[RemoteGrad], Tensor]) -> Any:
+def _replaced(value: object, change: Callable[[RemoteGrad], Tensor]) -> Any:
     """Change all that stand for gradients among a function's arguments."""
     return mapped(value, lambda part: change(part) if isinstance(part, RemoteGrad) else part)
 
@@ -99,7 +99,7 @@ class RemoteGrad(StandIn):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: object = None
     ) -> object:
         """Run an operation on values."""
         if func.overloadpacket.__name__.endswith("zero_"):  # also of a row

@@ -79,7 +79,7 @@ class Channel:
         """
         return -sum(self._way) if self._way else None
 
-    def send(self, message: Any, timeout: float | None = None) -> None:
+    def send(self, message: object, timeout: float | None = None) -> None:
         """Send a message. Tensors of the last one are overwritten.
 
         Args:

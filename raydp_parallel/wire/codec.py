@@ -85,7 +85,7 @@ class _ValuePickler(pickling.Pickler):
         return super().reducer_override(value)
 
 
-def parcel(value: Any, name: str) -> Parcel:
+def parcel(value: object, name: str) -> Parcel:
     """Take a value apart. An error names the path to what cannot be sent, below ``name``."""
     file = io.BytesIO()
     pickler = _ValuePickler(file)

@@ -85,7 +85,7 @@ def open_store(members: int, host: str | None) -> Any:
     return dist.TCPStore(host, port, is_master=True, **listening)
 
 
-def close_store(store: Any) -> None:
+def close_store(store: object) -> None:
     """Let members leave; a port is closed by the end of its last reference."""
     if isinstance(store, Window):
         store.map[0] = _LEFT
@@ -154,8 +154,8 @@ class Exchange:
         self.rank, self.size, self.root = request.rank, request.size, request.root
         self._device = device if request.nccl else torch.device("cpu")
         self._patience = timedelta(seconds=request.timeout)
-        self._begun: Any = None  # the operation that is on its way
-        self._nccl: Any = None
+        self._begun: object = None  # the operation that is on its way
+        self._nccl: object = None
         self.closed = False
         # For one that dies now: less than the driver waits for an answer, also one after the other.
         third = self._patience / 3
@@ -179,7 +179,7 @@ class Exchange:
             self._store.wait(everyone, soon)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             store = dist.PrefixStore("gloo", self._store)
-            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            self._gloo: object = dist.ProcessGroupGloo(store, self.rank, self.size, options)
             if request.nccl:
                 os.environ.update(_NCCL)
                 os.environ.setdefault(_CHANNELS, "8")

@@ -128,7 +128,7 @@ names of their globals, of which a later one may be another one that the code us
 """
 
 
-def home(space: dict[str, Any]) -> types.ModuleType | None:
+def home(space: dict[str, object]) -> types.ModuleType | None:
     """The module whose globals these are, if another process gets it by its name."""
     name = str(space.get("__name__"))
     found, package = sys.modules.get(name), name.partition(".")[0]
@@ -243,7 +243,7 @@ def _is_renamed(kind: type) -> bool:
     return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
-def set_state(value: object, state: Any) -> None:
+def set_state(value: object, state: object) -> None:
     """Set an object's attributes without its own `__setattr__`."""
     attributes, slots = state if isinstance(state, tuple) else (state, {})
     if attributes:
