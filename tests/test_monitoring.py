@@ -41,9 +41,8 @@ class Fake:
             self.recorder.started(info)
         self.shown: list[str] = []
         client = SimpleNamespace(show=self.shown.append)
-        self.replica_set = SimpleNamespace(
-            slots={0: SimpleNamespace(client=client), 1: None}, recorder=self.recorder
-        )
+        slots = {0: SimpleNamespace(client=client), 1: None}
+        self.replica_set = SimpleNamespace(slots=slots, recorder=self.recorder)
 
     def step(self, index: int = 0, rows: int = 60) -> None:
         """One second in which a replica waits 0.3 s, works 0.6 s, and a call travels 0.1 s."""

@@ -91,8 +91,7 @@ for owner, name in (
     delattr(owner, name)
 import raydp_parallel
 from raydp_parallel.devices import ambient
-from raydp_parallel.replica import engine
-from raydp_parallel.wire.messages import BackwardRequest
+from raydp_parallel.replica.engine import BackwardRequest, differentiate
 context = ambient.capture()
 torch.set_default_dtype(torch.double)
 leaf = torch.ones(2, requires_grad=True)
@@ -100,7 +99,7 @@ with ambient.enter(context):
     assert torch.get_default_dtype() is torch.float
     out = raydp_parallel.DataParallel(torch.nn.Identity(), ["cpu"])(leaf * 2)
     request = BackwardRequest(None, 0, (), [], b"\\1", False, False, None, {})
-    (grad,) = engine.differentiate([out], [torch.ones(2)], [leaf], request)
+    (grad,) = differentiate([out], [torch.ones(2)], [leaf], request)
 assert grad.tolist() == [2, 2]
 ambient.refuse_transforms()
 """

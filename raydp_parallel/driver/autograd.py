@@ -428,7 +428,7 @@ class Backward:
         if any(answer.failure is not None for answer in answers) or all(summed):
             return answers
         executor = self._call.executor
-        if not summed[root] and executor.groups:
+        if not summed[root] and executor.dispatcher.groups:
             # Nobody died: chunks have gradients of different parameters.
             trips[root].part.master.alike = False
         if any(summed):  # what some gave is lost, or was made once more: all again, without a group

@@ -184,9 +184,9 @@ class Group:
 class Dispatcher:
     """Runs chunks on the replicas of a set."""
 
-    def __init__(self, replica_set: ReplicaSet, groups: dict[object, Group]) -> None:
+    def __init__(self, replica_set: ReplicaSet) -> None:
         self._set = replica_set
-        self._groups = groups  # in which they exchange tensors, by their members
+        self.groups: dict[object, Group] = {}  # in which they exchange tensors, by their members
 
     def start(self, flight: Flight) -> Flight:
         """Send the chunks that have no answer, as far as there are replicas for them."""
@@ -280,8 +280,8 @@ class Dispatcher:
 
     def leave(self) -> None:
         """Make other groups next time: a member has left one, and all others leave theirs now."""
-        while self._groups:
-            self._groups.popitem()[1].close()
+        while self.groups:
+            self.groups.popitem()[1].close()
 
     def wait_or_leave(
         self, sent: Sequence[Pending | None], leave: Callable[[], None], seconds: float | None

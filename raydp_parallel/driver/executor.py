@@ -17,7 +17,7 @@ from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import end_all
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.driver.dispatcher import Call, Dispatcher, Group
+from raydp_parallel.driver.dispatcher import Call, Dispatcher
 from raydp_parallel.driver.reporter import Reporter
 from raydp_parallel.errors import forked, log
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
@@ -51,8 +51,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         self._every = device_ids is None
         self.device_ids = [] if device_ids == () else normalize(device_ids, self.options)
         self.replica_set = ReplicaSet(self.options, self.options.name or ray_api.program())
-        self.groups: dict[object, Group] = {}  # in which replicas exchange tensors
-        self.dispatcher = Dispatcher(self.replica_set, self.groups)
+        self.dispatcher = Dispatcher(self.replica_set)
         self.failed_joins = 0  # how often they could not join one that uses NCCL
         self.keys = itertools.count(1)  # numbers for models and graphs
         self._masters: dict[int, Master] = {}
@@ -137,7 +136,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
     def stats(self) -> ExecutorStats:
         """Describe the replicas' work so far, for all models."""
         links = {slot.client.link for slot in self.replica_set.ready()}
-        links |= {"nccl" for group in [*self.groups.values()] if group.nccl}
+        links |= {"nccl" for group in [*self.dispatcher.groups.values()] if group.nccl}
         link = " + ".join(sorted(links)) or "none"
         return self.replica_set.recorder.stats(self.replicas(), link)
 

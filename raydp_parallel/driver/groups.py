@@ -69,19 +69,20 @@ def direct(
 def join(executor: Executor, slots: Sequence[ReplicaSlot]) -> Group:
     """Return the group of all replicas that these slots have now."""
     key = tuple([(slot.index, slot.life) for slot in slots])
-    if key in executor.groups:
-        return executor.groups[key]
-    if len(executor.groups) >= _MOST_GROUPS:
+    known = executor.dispatcher.groups
+    if key in known:
+        return known[key]
+    if len(known) >= _MOST_GROUPS:
         executor.dispatcher.leave()
     patience = executor.options.call_timeout or _PATIENCE
     for nccl in (True, False) if _may_use_nccl(executor, slots) else (False,):
         group = Group(slots, patience, nccl)
         try:
             if _join(executor, slots, group):
-                executor.groups[key] = group
+                known[key] = group
                 break
         finally:
-            if key not in executor.groups:  # also after Ctrl-C
+            if key not in known:  # also after Ctrl-C
                 group.close()
     return group  # if they did not find each other, who uses it finds out
 

@@ -151,10 +151,8 @@ class Gradients:
             self.refuse_missed(sums)  # the replica that had them may just have died
             dispatcher.effects(flight, answers)
             for one, grad in zip(wanted, answers[0].value, strict=True):
-                if one.slot in found:
-                    found[one.slot].add_(grad)
-                else:
-                    found[one.slot] = grad.clone()
+                total = found.get(one.slot)
+                found[one.slot] = grad.clone() if total is None else total.add_(grad)
         for one in sums:
             if one.slot not in found:
                 p = one.parameter

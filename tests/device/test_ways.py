@@ -154,11 +154,11 @@ def test_weights_and_gradients_go_from_gpu_to_gpu(
         monkeypatch.setattr(groups, "_TRIAL", 1.0)
     found = []
     for ways in (("host",), ("host", "nccl")):
-        with Executor(
-            [0, 1, 2][: 2 + (how == "smaller")], options=Options(gpu_paths=ways)
-        ) as executor:
+        ids = [0, 1, 2][: 2 + (how == "smaller")]
+        with Executor(ids, options=Options(gpu_paths=ways)) as executor:
             found.append(trained(executor, how, tmp_path, plan if "nccl" in ways else []))
-            stats, made = executor.stats(), [one.nccl for one in executor.groups.values()]
+            stats = executor.stats()
+            made = [one.nccl for one in executor.dispatcher.groups.values()]
     assert same(*found)
     assert stats.link == ("nccl + windows" if by_nccl else "windows")
     assert sum(made) == by_nccl
