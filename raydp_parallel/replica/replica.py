@@ -125,7 +125,7 @@ class Replica:
                     self._groups.pop(name).close()
             made = self._groups[request.name] = Exchange(request, self._device)
             if request.nccl:
-                with made.taking_part(layers=False):
+                with made.taking_part(request):
                     trial.try_group(made, self._device)
         return self._groups[request.name]
 
@@ -133,7 +133,7 @@ class Replica:
         """Take part in a group, if a request has a place in one."""
         if place is None:
             return contextlib.nullcontext()
-        return self._exchange(place).taking_part(place.layers)
+        return self._exchange(place).taking_part(place)
 
     def _forget(self, keys: tuple[int, ...]) -> None:
         """Drop graphs and models that nobody can ask for any more."""

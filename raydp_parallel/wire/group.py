@@ -191,15 +191,15 @@ class Exchange:
             raise Abandoned(text) from None
 
     @contextlib.contextmanager
-    def taking_part(self, layers: bool) -> Iterator[Exchange]:
-        """Run a block as one of several chunks, of which layers may exchange tensors; if it fails,
-        the others do not wait for this one.
+    def taking_part(self, place: ExchangeRequest) -> Iterator[Exchange]:
+        """Run a block as one of several chunks, of which layers may exchange tensors if the place
+        says so; if it fails, the others do not wait for this one.
         """
         global current
-        before, current = current, self if layers else None
+        before, current = current, self if place.layers else None
         try:
             yield self
-            if layers:
+            if place.layers:
                 self.meet(END, 0)
         except BaseException:
             self.close()
