@@ -59,9 +59,12 @@ __all__ += [name for name, value in vars(errors).items() if isinstance(value, ty
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch with the first name that is used: the command needs none."""
+    """Import torch, and all of this package, with the first name that is used: the command needs
+    none.
+    """
     for home, names in _HOMES.items():
         if name in names:
+            importlib.import_module(f"{__name__}.wrapper")  # notes threads and sources as they are
             found = vars(importlib.import_module(f"{__name__}.{home}"))
             return globals().setdefault(name, found[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
