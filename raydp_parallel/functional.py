@@ -192,7 +192,10 @@ def calling(replicas: Sequence[object], called: Called) -> list[RemoteReplica]:
     return [replace(one, _called=called) for one in found]
 
 
-def module_device(module: nn.Module) -> torch.device:
-    """Return the device of a module's first tensor; the CPU if it has none."""
+def module_device(module: nn.Module, ids: Sequence[DeviceId] = ()) -> torch.device:
+    """Return the device of a module's first tensor. Without one that is, as upstream, the first of
+    its ids, if this process has that GPU; else the CPU.
+    """
     tensors = itertools.chain(module.parameters(), module.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    place = f"cuda:{ids[0]}" if ids and ids[0] in range(torch.cuda.device_count()) else "cpu"
+    return next((tensor.device for tensor in tensors), torch.device(place))

@@ -146,7 +146,7 @@ class DataParallel(nn.DataParallel[T]):
     @property
     def output_device(self) -> Any:
         """Where outputs go: as upstream, a CUDA index where it is one."""
-        device = self._output_device or module_device(self.module)
+        device = self._output_device or module_device(self.module, self.device_ids)
         return device.index if device.type == "cuda" else device
 
     @output_device.setter
@@ -167,7 +167,7 @@ class DataParallel(nn.DataParallel[T]):
         """Where the master copy lives."""
         if not self.device_ids:
             raise AttributeError  # torch's `__getattr__` gives the text
-        return module_device(self.module)
+        return module_device(self.module, self.device_ids)
 
     @property
     def executor(self) -> Executor:

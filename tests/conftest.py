@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     if on_gpus.asked() != "cpu":
-        left = [item for item in items if needs_ray(item) or on_gpus.leave_out(item)]
+        left = [item for item in items if needs_ray(item) or on_gpus.leave_out(item.nodeid)]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
     items.sort(key=needs_ray, reverse=True)

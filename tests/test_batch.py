@@ -168,7 +168,7 @@ def test_K1_K4_as_upstream(inputs, kwargs):
 def test_G2_scalars_become_a_vector():
     """The warning says how to get a number, too, because backward refuses a vector."""
     with pytest.warns(UserWarning, match=r"(?s)return a vector\..*Options\(scalars='mean'\)"):
-        assert gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu").tolist() == [1, 2]
+        assert gather([torch.tensor(1.0), torch.tensor(2.0)], oracle.place).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -181,22 +181,22 @@ def test_G2_scalars_are_reduced_when_asked(scalars, weights, expected, dim):
     how = {"scalars": scalars, "weights": weights}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out = gather([{"loss": part} for part in parts], "cpu", dim, **how)["loss"]
+        out = gather([{"loss": part} for part in parts], oracle.place, dim, **how)["loss"]
     assert out.dim() == 0 and out.item() == expected
     out.backward()
     assert sum(part.grad * part.detach() for part in parts).item() == pytest.approx(expected)
     counts = [torch.tensor(1), torch.tensor(2)]
-    assert gather(counts, "cpu", **how).item() == 1 + (expected - 1) / 2
+    assert gather(counts, oracle.place, **how).item() == 1 + (expected - 1) / 2
 
 
 def test_G2_wrong_options():
     """Unknown rules and weights that do not fit raise."""
     with pytest.raises(ValueError, match="scalars='max'"):
-        gather([torch.tensor(1.0)], "cpu", scalars="max")
+        gather([torch.tensor(1.0)], oracle.place, scalars="max")
     with pytest.raises(ValueError, match="3 weights for 1 chunks"):
-        gather([torch.tensor(1.0)], "cpu", scalars="mean", weights=[1, 2, 3])
+        gather([torch.tensor(1.0)], oracle.place, scalars="mean", weights=[1, 2, 3])
     with pytest.raises(ValueError, match="nothing to gather"):
-        gather([], "cpu")
+        gather([], oracle.place)
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,10 @@ def test_G3_replicas_have_to_agree(parts):
     """Where one replica returns another kind of value, the place and both kinds are named."""
     kinds = ["None" if part is None else f"a {type(part).__name__}" for part in parts]
     with pytest.raises(ValueError) as caught:
-        gather([{"x": [part]} for part in parts], "cpu")
+        gather([{"x": [part]} for part in parts], oracle.place)
     told = f"output['x'][0]: replica 0 returned {kinds[0]}, replica 1 {kinds[1]}"
     assert told in str(caught.value)
-    assert gather([None, None], "cpu") is None
+    assert gather([None, None], oracle.place) is None
 
 
 @pytest.mark.parametrize(
@@ -231,13 +231,16 @@ def test_G4_dicts():
     """Keys come in replica 0's order; subclasses stay what they are."""
     for make in (dict, OrderedDict):
         parts = [make(b=numbers(2), a=numbers(1)), make(a=numbers(1), b=numbers(2))]
-        same(gather(parts, "cpu"), oracle.gather(parts, 0))
-    out = gather([defaultdict(list, x=numbers(1)), defaultdict(list, x=numbers(1))], "cpu")
+        same(gather(parts, oracle.place), oracle.gather(parts, 0))
+    out = gather([defaultdict(list, x=numbers(1)), defaultdict(list, x=numbers(1))], oracle.place)
     same(out, defaultdict(list, x=torch.zeros(2)))
     assert out["new"] == []
-    same(gather([UserDict(x=numbers(1))] * 2, "cpu"), UserDict(x=torch.zeros(2)))
-    assert dict(gather([Counter(a=1, b=0), Counter(a=2, b=0)], "cpu")) == {"a": [1, 2], "b": [0, 0]}
-    assert gather([Labelled("kept"), Labelled("kept")], "cpu").label == "kept"
+    same(gather([UserDict(x=numbers(1))] * 2, oracle.place), UserDict(x=torch.zeros(2)))
+    assert dict(gather([Counter(a=1, b=0), Counter(a=2, b=0)], oracle.place)) == {
+        "a": [1, 2],
+        "b": [0, 0],
+    }
+    assert gather([Labelled("kept"), Labelled("kept")], oracle.place).label == "kept"
 
 
 @pytest.mark.parametrize(
@@ -246,19 +249,19 @@ def test_G4_dicts():
 def test_G5_sequences(make):
     """Sequences of all kinds come back as themselves, as upstream."""
     parts = [make([numbers(2), numbers(1)]), make([numbers(1), numbers(1)])]
-    left, right = gather(parts, "cpu"), oracle.gather(parts, 0)
+    left, right = gather(parts, oracle.place), oracle.gather(parts, 0)
     assert type(left) is type(right) is type(parts[0])
     same(list(left), list(right))
 
 
 def test_G5_sets():
     """A set of one tensor is gathered; several have no order, so that is an error and no guess."""
-    (out,) = gather([{numbers(1)}, {numbers(2)}], "cpu")
+    (out,) = gather([{numbers(1)}, {numbers(2)}], oracle.place)
     assert out.tolist() == [0, 0, 1]
-    assert type(gather([frozenset([numbers(1)])] * 2, "cpu")) is frozenset
+    assert type(gather([frozenset([numbers(1)])] * 2, oracle.place)) is frozenset
     with pytest.raises(ValueError, match="no order"):
-        gather([{numbers(1), numbers(2)}] * 2, "cpu")
-    assert gather([{1, 2}, {3}], "cpu") == [{1, 2}, {3}]
+        gather([{numbers(1), numbers(2)}] * 2, oracle.place)
+    assert gather([{1, 2}, {3}], oracle.place) == [{1, 2}, {3}]
 
 
 class Bag:
@@ -281,13 +284,13 @@ class Keyed(Bag):
 def test_G5_iterable_classes():
     """They are made of their joined parts, as upstream, or are a list."""
     parts = [Bag([numbers(2), (numbers(1), None)]), Bag([numbers(1), (numbers(1), None)])]
-    left, right = gather(parts, "cpu"), oracle.gather(parts, 0)
+    left, right = gather(parts, oracle.place), oracle.gather(parts, 0)
     assert type(left) is type(right) is Bag
     same(left.parts, right.parts)
     for plain in (Bag(), Bag([1, "text"]), Keyed([numbers(1)], key=3)):
-        assert gather([plain, plain], "cpu") == [plain, plain]
+        assert gather([plain, plain], oracle.place) == [plain, plain]
     with pytest.raises(ValueError, match="different numbers of items: 2, 1"):
-        gather([parts[0], Bag([numbers(1)])], "cpu")
+        gather([parts[0], Bag([numbers(1)])], oracle.place)
 
 
 @pytest.mark.parametrize(
@@ -295,14 +298,14 @@ def test_G5_iterable_classes():
 )
 def test_G7_leaves_become_a_list(leaf):
     """Whatever is neither tensor nor container comes back once per chunk."""
-    assert gather([leaf, leaf], "cpu") == [leaf, leaf]
-    same(gather([(numbers(1), leaf)] * 2, "cpu"), (torch.zeros(2), [leaf, leaf]))
+    assert gather([leaf, leaf], oracle.place) == [leaf, leaf]
+    same(gather([(numbers(1), leaf)] * 2, oracle.place), (torch.zeros(2), [leaf, leaf]))
 
 
 @pytest.mark.parametrize("make", [Sample, Frozen])
 def test_G7_dataclass(make):
     """Dataclass instances are joined field by field (#41327)."""
-    out = gather([make({"x": numbers(2)}), make({"x": numbers(1)})], "cpu")
+    out = gather([make({"x": numbers(2)}), make({"x": numbers(1)})], oracle.place)
     assert type(out) is make and out.x["x"].tolist() == [0, 1, 0]
     rest = out.label if make is Sample else out.note
     assert rest == [rest[0]] * 2 and rest[0] in ("label", "note")
@@ -322,7 +325,7 @@ def test_G8_sizes_have_to_agree(shapes, dim):
         oracle.gather(parts, 0, dim)
     text = f"Input tensor at index {len(parts) - 1} has invalid shape"
     with pytest.raises(RuntimeError, match=text):
-        gather(parts, "cpu", dim)
+        gather(parts, oracle.place, dim)
 
 
 def test_G10_minus_one_is_the_cpu():
@@ -360,7 +363,7 @@ def test_B12_no_reference_cycles():
     """What was split and joined is freed without the garbage collector."""
     value = [numbers(4, requires_grad=True), {"deep": (numbers(4), "leaf")}, Sample(numbers(4))]
 
-    assert cycles(lambda: gather(scatter(value, TWO), "cpu")) == []
+    assert cycles(lambda: gather(scatter(value, TWO), oracle.place)) == []
     assert cycles(lambda: scatter_kwargs((value,), {"k": value}, TWO)) == []
 
     def tangled() -> None:
@@ -413,7 +416,7 @@ def test_X_registered_type():
     chunks = scatter([numbers(3), Graphs("abc"), Derived("abc")], TWO)
     found = [[part.items for part in chunk[1:]] for chunk in chunks]
     assert found == [[["a", "b"]] * 2, [["c"]] * 2]
-    assert gather([chunk[1] for chunk in chunks], "cpu").items == ["a", "b", "c"]
+    assert gather([chunk[1] for chunk in chunks], oracle.place).items == ["a", "b", "c"]
     with pytest.raises(TypeError, match="expected a class and two callables"):
         register_batch_type(Graphs, scatter=None, gather=join_graphs)
 
@@ -422,7 +425,7 @@ def test_X_protocol():
     """__scatter__ and __gather__ are asked before any other rule, at any depth."""
     chunks = scatter_kwargs((), {"graphs": [Speaking("abc")]}, TWO)[1]
     assert [chunk["graphs"][0].items for chunk in chunks] == [["a", "b"], ["c"]]
-    joined = gather([chunk["graphs"] for chunk in chunks], "cpu")[0]
+    joined = gather([chunk["graphs"] for chunk in chunks], oracle.place)[0]
     assert type(joined) is Speaking and joined.items == ["a", "b", "c"]
 
 
@@ -488,7 +491,7 @@ def test_gather_undoes_scatter_as_upstream(batch):
     """Splitting and joining gives the value back, class by class, in the same chunks."""
     value, dim, count, _, own = batch
     chunks = scatter(value, range(count), dim)
-    same(gather(chunks, "cpu", dim), value)
+    same(gather(chunks, oracle.place, dim), value)
     if not own:
         expected = oracle.scatter(value, range(count), dim)
         same(list(chunks), list(expected))
@@ -528,7 +531,7 @@ def test_B6_derivatives_of_any_order(size, count, dim, seed, data):
             found.append(grad)
         return found
 
-    ours = derivatives(lambda parts: gather(parts, "cpu", dim), chunks)
+    ours = derivatives(lambda parts: gather(parts, oracle.place, dim), chunks)
     plain = derivatives(lambda parts: torch.cat(parts, dim), slices)
     assert all(map(torch.allclose, ours, plain))
 
@@ -542,7 +545,7 @@ def test_S12_packed_sequences(lengths, count, in_order):
     lengths = sorted(lengths, reverse=True) if in_order else lengths
     pieces = [torch.randn(size, 2, dtype=torch.double, requires_grad=True) for size in lengths]
     value = pack_sequence(pieces, enforce_sorted=in_order)
-    joined = gather(scatter((value,), range(count)), "cpu")[0]
+    joined = gather(scatter((value,), range(count)), oracle.place)[0]
     same(joined, value)
     joined.data.square().sum().backward()
     assert all(torch.allclose(piece.grad, 2 * piece.detach()) for piece in pieces)
@@ -555,7 +558,7 @@ def test_G2_a_weighted_mean_is_the_mean(sizes, seed):
     torch.manual_seed(seed)
     chunks = [torch.randn(size, dtype=torch.double) for size in sizes]
     means = [chunk.mean() if len(chunk) else chunk.sum() for chunk in chunks]
-    out = gather(means, "cpu", scalars="mean", weights=sizes)
+    out = gather(means, oracle.place, scalars="mean", weights=sizes)
     assert torch.allclose(out, torch.cat(chunks).mean())
 
 

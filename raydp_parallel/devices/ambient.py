@@ -154,10 +154,8 @@ _READS = [read for read, _ in FLAGS.values()]
 
 def capture() -> CallContext:
     """The caller's state, now."""
-    autocast = [
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in _AUTOCAST_DEVICES
-    ]
+    on = map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)
+    autocast = [*zip(on, map(torch.get_autocast_dtype, _AUTOCAST_DEVICES), strict=True)]
     if autocast[0][0] and not torch.cuda.is_initialized():
         autocast[1] = autocast[0]  # modules here are on the CPU, and replicas may have GPUs
     return CallContext(
@@ -190,8 +188,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
         stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
         for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
             on = enabled and (device == "cpu" or torch.cuda.is_initialized())
-            cache = context.autocast_cache
-            stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=cache))
+            stack.enter_context(torch.autocast(device, dtype, on, context.autocast_cache))
         if detects:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=nan))
         if context.cached:

@@ -398,11 +398,8 @@ class Dispatcher:
             pending.gone = str(gone)
             return None
         slot.pending = None
-        if answer.lacking and answer.failure is None:
-            assert call.master is not None
-            slot.revisions.pop(call.master.number, None)  # others it may have alone
-        elif answer.lacking:
-            slot.revisions.clear()  # also of other models: it may have been their message
+        if answer.lacking and call.master is not None:  # others it may have alone
+            slot.revisions.pop(call.master.number, None)
         self._set.recorder.answered(slot.index, answer.busy, client.moved, call.work)
         client.moved[:] = 0, 0
         return pending.answer
@@ -425,9 +422,8 @@ class Dispatcher:
         that is still to be asked for.
         """
         pending: Pending | None = slot.pending
-        if pending is not None and self.receive(pending) is not None:
-            assert pending.answer is not None
-            pending.answer = own(pending.answer)
+        if pending is not None and (answer := self.receive(pending)) is not None:
+            pending.answer = own(answer)
 
     def remake(
         self, graph: RemoteGraph, slot: ReplicaSlot, phase: str, recipe: list[Call] | None = None

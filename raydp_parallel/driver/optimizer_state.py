@@ -63,20 +63,20 @@ class OptimizerState(torch.optim.Optimizer):
 
     def arrive(self, groups: Sequence[Values], state: Mapping[int, Values]) -> None:
         """Take over what the replicas have."""
-        rows = zip(self.param_groups, self.sent, groups, strict=False)  # one may have been added
-        for group, sent, values in rows:
+        # One may have been added.
+        for group, sent, values in zip(self.param_groups, self.sent, groups, strict=False):
             for name, value in values.items():  # some count their steps there
                 known = name in sent and _same(sent[name], group[name])
                 if name != "params" and (known or name not in group):
                     group[name] = sent[name] = value
-        own = self.__dict__["state"]
+        own, rows = self.__dict__["state"], self.param_groups
+        near = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}
         for p, (_, slot) in self.known.items():
             if slot is not None and slot in state:  # of others, as of those that left, it stays
-                own[p] = {}
+                own[p] = dict(state[slot])
                 for name, value in state[slot].items():
-                    if isinstance(value, Tensor) and value.shape == p.shape:
-                        value = value.to(p.device)
-                    own[p][name] = value
+                    if isinstance(value, Tensor) and (name != "step" or p in near):
+                        own[p][name] = value.to(p.device)  # as torch's own loading does
 
 
 def _same(one: object, other: object) -> bool:

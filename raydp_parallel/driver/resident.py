@@ -86,7 +86,7 @@ class Weights:
 
     def ready(self, slot: ReplicaSlot) -> None:
         """Make sure that a slot's replica has the weights and optimizers of now."""
-        model = self._master.number
+        master = self._master
         while slot.ready and not self.current(slot):
             now = slot.life, self.steps
             weights: dict[int, Tensor] | None = None
@@ -94,16 +94,15 @@ class Weights:
             if self.lacking:
                 weights, states = self._snapshot(True, True)
             elif self.held.get(slot, (*now, 0))[:2] != now:  # its weights are those of other steps
-                slot.revisions.pop(model, None)
+                slot.revisions.pop(master.number, None)
             optimizers = {}
             for number, one in self.optimizers.items():
-                groups, state = states.get(number) or one.described(self._master)
+                groups, state = states.get(number) or one.described(master)
                 optimizers[number] = one.kind, one.keywords, groups, state
             value = parcel(optimizers, "optimizer")
-            update = self._executor.update(self._master, slot, weights)
-            request = ResumeRequest(model, update, self._master.stepped(), value)
-            call = Call(slot, "resume", request, self._master)
-            if self._executor.dispatcher.ask(call) is not None:
+            update = self._executor.update(master, slot, weights)
+            request = ResumeRequest(master.number, update, master.stepped(), value)
+            if self._executor.dispatcher.ask(Call(slot, "resume", request, master)) is not None:
                 self.held[slot] = *now, self.recalls
 
     def current(self, slot: ReplicaSlot) -> bool:

@@ -97,7 +97,7 @@ def test_device_ids_that_name_no_device(ids: Any, kind: type[Exception], words: 
         ({"dim": True}, TypeError, "dim must be an int, got True"),
         ({"executor": "local"}, TypeError, "executor must be an Executor, got str"),
         ({"options": {"threads": 1}}, TypeError, "options must be an Options, got dict"),
-        ({"output_device": 7}, ValueError, "output_device=7"),
+        ({"output_device": 77}, ValueError, "output_device=77"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], words: str) -> None:

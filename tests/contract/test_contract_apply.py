@@ -632,7 +632,7 @@ def test_A10_numbers_do_not_depend_on_who_runs_the_chunks() -> None:
 def test_A10_a_forward_draws_one_number_from_the_caller_s_generator(replicas: int) -> None:
     """As a DataLoader does, whatever the replicas draw, and however many there are."""
     torch.manual_seed(3)
-    torch.empty((), dtype=torch.int64).random_()
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
     expected = torch.rand(3)
     states = random.getstate(), np.random.get_state()[1].tolist()
     torch.manual_seed(3)

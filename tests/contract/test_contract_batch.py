@@ -198,7 +198,7 @@ def test_S12_packed_sequences_train_as_in_the_plain_module(replicas: int) -> Non
     for model in (ours, plain):
         padded = torch.linspace(-1, 1, 75).view(5, 5, 3).requires_grad_()
         packed = pack_padded_sequence(
-            padded, torch.tensor([3, 1, 4, 2, 5]), batch_first=True, enforce_sorted=False
+            padded, [3, 1, 4, 2, 5], batch_first=True, enforce_sorted=False
         )
         out = model(packed)
         assert type(out) is PackedSequence

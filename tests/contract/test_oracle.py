@@ -26,7 +26,7 @@ def test_torch_is_left_alone():
     """Upstream's own modules still refuse CPU tensors, and none of their names is ours."""
     upstream = sys.modules["torch.nn.parallel._functions"]
     with pytest.raises((AssertionError, RuntimeError), match=r"CPU|cpu"):
-        upstream.Gather.apply("cpu", 0, torch.ones(1))
+        upstream.Gather.apply("cpu", 0, torch.ones(1, device="cpu"))
     assert nn.DataParallel is not oracle.DataParallel
     names = "_functions", "comm", "data_parallel", "parallel_apply", "replicate", "scatter_gather"
     for name in names:

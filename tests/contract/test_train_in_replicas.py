@@ -51,7 +51,8 @@ def held(model: Any, optimizer: Any) -> list[Tensor]:
     """Copy weights, buffers and the optimizer's state."""
     found = [*model.state_dict().values()]
     for values in optimizer.state_dict()["state"].values():
-        found += [torch.as_tensor(v) for v in values.values() if isinstance(v, Tensor | float)]
+        values = [v for v in values.values() if isinstance(v, Tensor | float)]
+        found += [torch.as_tensor(v, device="cpu") for v in values]
     return [tensor.clone() for tensor in found]
 
 
@@ -829,6 +830,15 @@ def meddler(net: Any, x: Tensor) -> Tensor:
     if x.sum() < 0:
         net.weight.data.clamp_(max=0.5)
     return x * net.weight
+
+
+def test_T4_a_copy_of_a_fused_optimizer_steps_where_its_weights_are(two: Executor) -> None:
+    """It is an ordinary one, of which torch wants the count of steps there, too."""
+    model, optimizer = small(two, fused=True)
+    advance(model, optimizer, 0)
+    net, own = copy.deepcopy((model.module, optimizer))
+    net(torch.ones(4, 6)).sum().backward()
+    own.step()
 
 
 def test_T4_a_forward_that_writes_to_what_is_trained(two: Executor) -> None:

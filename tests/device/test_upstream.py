@@ -11,6 +11,7 @@ import torch
 from harness import assert_same_grads, assert_same_state
 from torch import nn
 
+import raydp_parallel
 from raydp_parallel import DataParallel
 
 if on_gpus.asked() in ("cpu", "cuda"):
@@ -58,6 +59,36 @@ def test_C3_S1_outputs_and_gradients_lie_where_upstream_s_do(home: int, to: Any,
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
     assert_same_grads(*both, rtol=1e-12, atol=1e-12)
     assert_same_state(*both, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("home", [0, 1])
+def test_C3_C5_a_module_without_tensors_has_the_first_device(home: int) -> None:
+    """So its outputs lie there, whatever device the input is on."""
+    ids, x = [home, 1 - home], torch.ones(4, 2, device="cuda:0")
+    for kind in (DataParallel, torch.nn.DataParallel):
+        model = kind(nn.Softmax(1), ids)
+        assert model.output_device == home and model(x).device.index == home
+        assert model.src_device_obj == torch.device("cuda", home)
+
+
+CALLS = {
+    "F8": lambda of, net, x: of.data_parallel(net, x, [1, 0], 0)["y"],
+    "F8, with the default": lambda of, net, x: of.data_parallel(net, x, [1, 0])["y"],
+    "G10": lambda of, net, x: of.gather([x.to("cuda:0"), x.to("cuda:1")], 1),
+    "G10, on the CPU": lambda of, net, x: of.gather([x.to("cuda:0"), x.to("cuda:1")], "cpu"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_F8_G10_functions_give_outputs_where_upstream_s_do(call: str) -> None:
+    """Values and gradients, too."""
+    net, results = Net().to("cuda:1"), []
+    for of in (raydp_parallel, torch.nn.parallel):
+        x = torch.ones(4, 4, dtype=torch.float64, device="cpu").requires_grad_()
+        y = CALLS[call](of, net, x)
+        y.sum().backward()
+        results.append((y.detach(), x.grad))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("part", ["a parameter", "a buffer"])

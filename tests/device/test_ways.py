@@ -232,6 +232,48 @@ def test_memory_of_windows_ends_with_their_readers(x: torch.Tensor, ways: Option
     assert taken[1] == taken[2]
 
 
+def used(*_: Any) -> torch.Tensor:
+    """Tell the bytes in use on each GPU that this process sees, and where it has a context."""
+    import standin
+
+    gpus = range(torch.cuda.device_count())
+    return torch.tensor([[standin.number(n, gpu) for n in ("live", "started") for gpu in gpus]])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ways", "visible", "inside"),
+    [
+        (HOST, "", True),
+        (IPC, "", False),
+        pytest.param(IPC, "1", True, marks=of_driver),
+    ],
+)
+def test_300_steps_take_no_memory_and_no_context_elsewhere(
+    ways: Options, visible: str, inside: bool, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the driver and in replicas, each of which uses its own GPU, also if it sees all."""
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", visible)
+    last, seen = on_gpus.GPUS - 1, []
+    with Executor([0, last], options=ways) as executor:
+        model = DataParallel(net(), executor=executor)
+        make = model.optimizer if inside else lambda kind: kind(model.parameters())
+        optimizer = make(torch.optim.Adam)
+        for step in range(301):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if step in (20, 300):
+                gc.collect()
+                here, there = used(), model.run(used, x[:2], gather=False)
+                seen.append([row.tolist()[0] for row in (here, *there)])
+                del here, there
+    assert seen[0] == seen[1]
+    driver, *replicas = [row[len(row) // 2 :] for row in seen[0]]
+    assert [row.index(1) for row in replicas] == ([0, last] if visible else [0, 0])
+    assert [sum(row) for row in replicas] == [1, 1] and not any(driver[last:])
+
+
 def test_a_module_moves_to_a_gpu_and_back(x: torch.Tensor) -> None:
     """Its buffers are other tensors then, and their last contents lie on the other device."""
     module = net().eval()
