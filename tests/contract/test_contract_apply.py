@@ -321,6 +321,24 @@ def test_A8_autocast_s_cache_flag_travels() -> None:
         assert found(lambda: [torch.is_autocast_cache_enabled()]) == [[1.0]] * 2
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_A8_grad_and_inference_mode_travel(mode: Any) -> None:
+    """Inside and in the outputs, as the plain module's."""
+    net = nn.Linear(3, 2)
+    model = DataParallel(net, CPUS)
+    with mode():
+        flags = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+        assert (
+            found(lambda: [torch.is_grad_enabled(), torch.is_inference_mode_enabled()])
+            == [[float(f) for f in flags]] * 2
+        )
+        ours, plain = model(torch.ones(4, 3)), net(torch.ones(4, 3))
+    assert (ours.requires_grad, ours.is_inference()) == (plain.requires_grad, plain.is_inference())
+    torch.testing.assert_close(ours, plain)
+    model(torch.ones(4, 3)).sum().backward()
+    assert net.weight.grad is not None
+
+
 def test_A8_inputs_and_weights_of_inference_mode() -> None:
     """Inference tensors as inputs, in and out of the mode; a module made in the mode."""
     with torch.inference_mode():

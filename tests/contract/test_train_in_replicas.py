@@ -178,6 +178,24 @@ def test_T1_groups_and_clipping(clip: str, replicas: int, executors: Any) -> Non
     compare(executors(replicas), partial(train, clip=clip), net, params=groups)
 
 
+@made_of(words=lambda: nn.Embedding(400, 64, sparse=True), last=(64, 3))
+def words(net: Any, x: Tensor) -> Tensor:
+    """An embedding with sparse gradients, and a layer with others."""
+    return net.last(net.words(x).mean(1))
+
+
+def test_T1_sparse_gradients(two: Executor) -> None:
+    """They travel as they always do."""
+
+    def program(model: Any, optimizer: Any) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randint(0, 400, (8, 100))).square().sum().backward()
+            optimizer.step()
+
+    compare(two, program, words, torch.optim.SGD)
+
+
 def hooked(net: nn.Module, x: Tensor) -> Tensor:
     """Lets the backward of a chunk fail whose gradient is negative."""
     out = net(x)
