@@ -483,6 +483,50 @@ def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
     assert sent(model)[2] == reruns + 1
 
 
+def test_contents_that_replicas_have_are_kept_where_tensors_are_others(sent: Any) -> None:
+    """The run of contents is laid out anew with the old ones, so that an edit that moved no version
+    meanwhile is still found; flags alone lay out nothing.
+    """
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, x = DataParallel(net, CPUS), torch.ones(4, 4)
+
+    def check() -> None:
+        assert torch.equal(model(x), torch.cat([net(part) for part in x.chunk(2)]))
+
+    for grow in (True, False, True):
+        check()
+        net[0].weight.data.mul_(2)
+        if grow:
+            net.append(nn.Linear(4, 4))
+        net[1].requires_grad_(grow)
+        check()
+    net[1].weight.data = net[1].weight.data + 1  # other memory
+    net[0].bias.data.add_(1)
+    check()
+    model(x[:1])  # the second replica has no part in it
+    with torch.no_grad():
+        net[1].bias.add_(1)
+    model(x[:1])
+    check()
+
+
+def test_an_edit_is_found_between_a_new_layout_and_the_next_forward(two: Executor) -> None:
+    """An optimizer in the replicas lays the contents of all others out anew, at once: later they
+    would be compared with the edited ones. So does a step that finds another structure.
+    """
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    model, x = DataParallel(net, executor=two), torch.randn(6, 4)
+    model(x)
+    optimizer = model.optimizer(torch.optim.SGD, [*net[2].parameters()], lr=0.1)
+    net[0].weight.data.mul_(3)
+    torch.testing.assert_close(model(x), net(x))
+    model(x).sum().backward()
+    net.register_buffer("new", torch.ones(1))
+    optimizer.step()
+    net[1].running_mean.data.add_(2)
+    torch.testing.assert_close(model(x), net(x))
+
+
 def test_edits_of_weights_that_moved_to_a_common_window(two: Executor) -> None:
     """As too many lie in windows of their own: a replica could keep the last mapping of one."""
     net = nn.Sequential()

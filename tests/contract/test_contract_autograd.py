@@ -310,6 +310,13 @@ def test_B5_sparse_gradients_in_some_replicas_are_dense():
         parity(words(), use, len(rows), plain=False)
 
 
+def test_B5_sparse_under_option_none_stays_sparse():
+    """Without zeros nothing makes the sum dense."""
+    model = wrap(words(), 2, unused_grads="none")
+    model(torch.tensor([[1, 2], [0, 3]])).square().sum().backward()
+    assert model.module.words.weight.grad.layout is torch.sparse_coo
+
+
 @alike(mlp)
 def test_B6_mixed_second_order(model):
     """The gradient of the input, differentiated by weights and back; ``.grad`` is left alone."""
