@@ -40,6 +40,7 @@ WITH_ONE_HERE = {
     "NumPy, and functions of Python, take tensors of the CPU alone": """
         test_an_edit_between_two_forwards_is_seen[numpy test_T5_gradients_that_the_program_keeps
         test_T5_gradients_that_the_program_changes[numpy changes[a&function]""",
+    "DLPack gives tensors of the current GPU alone": "that_the_program_changes[dlpack]",
     "it says that outputs are on the CPU": "test_C3_output_device",
     "the stand-in is none for torch's compiler": "test_T3_what_reads_the_master_syncs[compiled]",
     "it looks for what lies in windows of the host": "test_poison_shows_an_output",
