@@ -161,7 +161,6 @@ class Resident:
         own = weakref.proxy(self)
         self.gradients = Gradients(executor, master, lambda stand: own.fetch(stand))
         self.weights = Weights(executor, master, self)
-        self._normed: tuple[object, object] | None = None  # whose sums replicas have, for the step
         self._error: Exception | None = None  # that came in the call of another model
 
     # Coming and going.
@@ -239,7 +238,6 @@ class Resident:
         """Begin a backward."""
         self.collect()
         self.gradients.begin()
-        self._normed = None
 
     # Steps.
 
@@ -280,7 +278,6 @@ class Resident:
                 self._send(plan)
                 norm = self._finish(plan).to(self._master.home, copy=True)
             except BaseException:  # nobody asks for it again, and members may wait for each other
-                self._normed = None
                 self._executor.dispatcher.leave()
                 raise
             torch.nn.utils.get_total_norm([norm], norm_type, error)
@@ -335,18 +332,15 @@ class Resident:
         chunks = self.gradients.chunks(sums, slots)
         if not chunks:
             sums, given = [], {**given, **self.gradients.total(sums)}
-        last = [(slot, slot.life) for slot in slots], sums
-        again = bool(chunks) and self._normed == last
-        self._normed = None if plan.step.norm is None else last
         seats: Sequence[ExchangeRequest | None] = [None] * len(slots)
-        if chunks and len(slots) > 1 and not again:
+        if chunks and len(slots) > 1:
             seats = groups.join(executor, slots).seats
         step = plan.step._replace(
             given=given,
             summed=tuple([one.slot for one in sums]),
             chunks=tuple(chunks),
             scale=sums[0].scale if chunks else None,
-            again=again,
+            sums=self.gradients.begun,
             number=self.weights.steps,
             threads=executor.replica_set.threads(len(slots)),
         )
@@ -398,7 +392,6 @@ class Resident:
             # An exception of all that could read the step: what they did is the step.
             done = done or [one for one, _, lacking in failed if not lacking]
             if len(done) < len(plan.calls):
-                self._normed = None
                 dispatcher.leave()
             if done or failed:
                 break

@@ -70,11 +70,13 @@ class Gradients:
         self._executor, self._master, self._bring = executor, master, bring
         self.sums: dict[Tensor, Sum] = {}  # by parameter: one that leaves takes its own along
         self._kept: dict[int, Kept] = {}  # by chunk
+        self.begun = 0  # backwards, each of which may change what chunks have kept
 
     # In a backward.
 
     def begin(self) -> None:
         """Begin a backward. Gradients that the program has cleared begin anew."""
+        self.begun += 1
         anew = []
         for slot, p in self._master.trained.items():
             one = self.sums.setdefault(p, Sum(p, slot))

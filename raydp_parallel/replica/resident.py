@@ -34,7 +34,9 @@ class Resident:
         self._module = module
         self._kept: dict[int, dict[int, Tensor]] = {}  # by chunk and slot
         self._runs: dict[torch.dtype, Tensor] = {}  # in which sums lie
-        self._last: dict[int, Tensor] = {}  # those of the norm, which the step may use again
+        # Those of the norm, which the step may use again, and all that they follow from.
+        self._last: dict[int, Tensor] = {}
+        self._of: object = None
         self._stepped: dict[int, int] = {}  # slots, each with that of the parameter in its memory
         # Each with its own parameters, and their slots.
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[nn.Parameter, int]]] = {}
@@ -101,9 +103,11 @@ class Resident:
     def step(self, request: StepRequest, exchange: Exchange | None) -> Tensor | None:
         """Make a step; or return the norm, and keep the sums for the step."""
         optimizer, slots = self._optimizers[request.optimizer]
-        if not request.again:
-            self._last.clear()  # they lie where the new ones will
+        of = exchange, request.sums, request.summed, request.chunks
+        if self._of != of:
+            self._of, self._last = None, {}  # they lie where the new ones will
             self._last = self._sums(request, exchange)
+        self._of = None if request.norm is None else of  # which a step changes
         if request.scale is not None:
             for dtype in {grad.dtype for grad in self._last.values()}:
                 self._runs[dtype].mul_(request.scale)  # all of them at once

@@ -180,7 +180,7 @@ class StepRequest(NamedTuple):
     summed: tuple[int, ...] = ()  # the slots of gradients that are summed over chunks
     scale: Tensor | None = None  # the factor of these sums, after a clipping
     chunks: tuple[int, ...] = ()  # that have kept the gradients, in the order of the sum
-    again: bool = False  # these are the sums of the last request, which was for their norm
+    sums: int = 0  # their number: a step may use those of a norm of the same gradients
     exchange: ExchangeRequest | None = None  # the group that sums; None if all chunks are here
     number: int = 0  # the step's, from which its random numbers follow
     threads: int | None = None  # torch's threads; None leaves them
