@@ -164,8 +164,11 @@ class Replica:
             self._models[number] = Model(module, Resident(module))
         model = self._models[number]
         if update is not None:
+            known = update.base in (0, model.module.revision)
             model.module.revision = -1  # if it fails, or the group does not come, it asks for all
             with contextlib.suppress(Abandoned, Differing), self._joined(update.spread) as exchange:
+                if not known:  # as the last one failed; nobody waits for this one
+                    raise Abandoned
                 model.module.update(update, exchange)
         return model
 

@@ -383,6 +383,7 @@ class Master:
         )
         shown = run.window() if shared else None
         return StateUpdate(
+            revision,
             self.revision,
             pickle.dumps(news),
             size=sum([t.numel() * t.element_size() for t in sent.values()]),

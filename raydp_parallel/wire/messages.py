@@ -68,6 +68,7 @@ class StateNews(NamedTuple):
 class StateUpdate(NamedTuple):
     """Changes of the master, as one replica gets them."""
 
+    base: int  # the state before them; 0 if they are all
     revision: int  # the state after them
     news: bytes  # a pickled `StateNews`, the same for all replicas that have the same state
     size: int  # bytes of changed contents, but for those that another replica passes on

@@ -26,6 +26,7 @@ from raydp_parallel.cluster.start import Starter
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Dispatcher
 from raydp_parallel.errors import PlacementError
+from raydp_parallel.replica.module import ReplicaModule
 from raydp_parallel.wire.channel import _HEADER, Channel
 from raydp_parallel.wire.group import Abandoned, Exchange, close_store, open_store
 from raydp_parallel.wire.messages import ExchangeRequest
@@ -128,6 +129,30 @@ def test_memory_that_there_is_no_descriptor_for() -> None:
     assert isinstance(error, OSError) and ("descriptor" in str(error) or error.errno == 24)
     assert isinstance(raised(lambda: receiver.receive(5.0)), (OSError, ValueError))
     sender.close()
+
+
+def test_an_update_that_fails_is_sent_whole(executors: Any) -> None:
+    """A replica that could not take over changes of the module takes over no later ones alone."""
+
+    def break_next(net: nn.Module, x: Tensor) -> Tensor:
+        bring = ReplicaModule._bring
+
+        def fails(*_: object) -> None:
+            ReplicaModule._bring = bring  # type: ignore[method-assign]
+            raise OSError("as told")
+
+        ReplicaModule._bring = fails  # type: ignore[method-assign]
+        return x
+
+    net = nn.Linear(8, 2)
+    model = DataParallel(net, executor=executors())
+    model.run(break_next, X)
+    with torch.no_grad():
+        net.weight.mul_(2)
+    assert "as told" in str(raised(lambda: model(X)))
+    with torch.no_grad():
+        net.bias.mul_(2)
+    assert torch.equal(model(X), net(X))
 
 
 def test_a_limit_below_the_imports_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
