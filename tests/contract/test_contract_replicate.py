@@ -37,7 +37,7 @@ def report(find: Callable[[Any, Tensor], Any]) -> Any:
 
     def forward(net: Any, x: Tensor) -> Tensor:
         found = torch.as_tensor([float(value) for value in find(net, x)])
-        return found.expand(len(x), -1) + 0 * x.sum()
+        return found.to(x.device).expand(len(x), -1) + 0 * x.sum()
 
     params, named = nn.ParameterList([ones(1), ones(2)]), nn.ParameterDict({"a": ones(3)})
     parts = {"weight": ones(2, 3), "child": nn.Linear(3, 2), "params": params, "named": named}
