@@ -447,7 +447,7 @@ def test_training_sends_what_the_optimizer_changed(sent: Any) -> None:
         model(torch.ones(4, 64)).sum().backward()
         optimizer.step()
         sizes.append(sent(model)[1] - before)
-    assert sizes[0] >= 2 * 4 * 64 * 64
+    assert sizes[0] >= 4 * 64 * 64  # to each replica, or to one that passes them on
     assert max(sizes[1:]) < 2 * 4 * 65 * 2
 
 
