@@ -196,6 +196,7 @@ def module_device(module: nn.Module, ids: Sequence[DeviceId] = ()) -> torch.devi
     """Return the device of a module's first tensor. Without one that is, as upstream, the first of
     its ids, if this process has that GPU; else the CPU.
     """
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    place = f"cuda:{ids[0]}" if ids and ids[0] in range(torch.cuda.device_count()) else "cpu"
-    return next((tensor.device for tensor in tensors), torch.device(place))
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        return tensor.device
+    known = bool(ids) and ids[0] in range(torch.cuda.device_count())
+    return torch.device(f"cuda:{ids[0]}" if known else "cpu")

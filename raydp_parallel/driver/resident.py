@@ -35,6 +35,7 @@ from raydp_parallel.errors import ReplicaDied, StateLost
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY, Lagging
 from raydp_parallel.state.mirror import Master
+from raydp_parallel.state.run import seen
 from raydp_parallel.wire.codec import parcel
 from raydp_parallel.wire.messages import (
     ExchangeRequest,
@@ -174,7 +175,8 @@ class Resident:
             rows = optimizer.rows(master)
             memory: dict[object, Tensor] = {}
             for p, (_, slot) in rows.items():
-                if p.numel() and memory.setdefault((p.device, p.data_ptr()), p) is not p:
+                ((_, address, _),) = seen([p])  # 0 if it is made of other tensors
+                if address and memory.setdefault((p.device, address), p) is not p:
                     raise ValueError(
                         "optimizer: two parameters lie in the same memory, as after "
                         "one.weight.data = other.weight.data: let them be one parameter, as after "

@@ -257,7 +257,8 @@ class Master:
         """Let replicas have these parameters of their own, which no window holds, and no others."""
         self.revision += 1
         records = self.records.values()
-        places = {(o.seen[1], o.seen[2][:3]): o.slot for o in records if o.slot in slots}
+        trained = [one for one in records if one.slot in slots and one.seen[1]]  # in memory
+        places = {(one.seen[1], one.seen[2][:3]): one.slot for one in trained}
         for one in records:
             own = one.slot if one.slot in slots else None
             one.leader = own or places.get((one.seen[1], one.seen[2][:3]))

@@ -23,6 +23,7 @@ from harness import Apply, carried, kill, made_of, ones, raised
 from mortal import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, spectral_norm
+from torch.testing._internal.two_tensor import TwoTensor
 
 from raydp_parallel import DataParallel, Executor, convert_sync_batchnorm
 from raydp_parallel.cluster.replica_set import ReplicaSet
@@ -447,20 +448,33 @@ def test_T5_an_attribute_in_the_memory_of_a_weight(two: Executor) -> None:
 
 
 def test_T5_parameters_in_the_same_memory(two: Executor) -> None:
-    """One that no optimizer has follows the steps; two that it has are refused."""
+    """One that no optimizer has follows the steps; two that it has are refused. Tensors that are
+    made of others have no memory of their own.
+    """
 
     def tied() -> nn.Module:
         net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
         net[2].weight.data = net[0].weight.data
         return net
 
+    def pairs() -> nn.Module:
+        net = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(3)])
+        for layer in net:
+            weight = layer.weight.detach()
+            layer.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+        return net
+
     def program(model: Any, optimizer: Any) -> Any:
         for step in range(3):
-            yield advance(model, optimizer, step)
+            loss = advance(model, optimizer, step)
+            yield getattr(loss, "a", loss)
 
-    compare(two, program, tied, torch.optim.SGD, lambda model: [model.module[0].weight])
+    some = (torch.optim.SGD, lambda model: [model.module[0].weight])
+    compare(two, program, tied, *some)
     with pytest.raises(ValueError, match="the same memory"):
         small(two, True, tied)
+    compare(two, program, pairs, *some)
+    compare(two, program, pairs, torch.optim.SGD, lambda model: model.parameters())
 
 
 # --- deaths ---
