@@ -39,6 +39,10 @@ ASKED = {
     "MLP 16.8 M": 0.85,
     "ResNet-like": 0.95,
     "GPT-2 0.34 M, batch 8 x 32: step": 1.25,
+    "320 tensors, driver's CPU, 8 replicas": 1.3,
+    "320 tensors, driver's CPU, a further replica": 0.07,
+    "400 tensors": 2.6,
+    "320 tensors beside computation, 2 replicas": 3.2,
     "killed: one": 100.0,
     "journey: files": 20,
     "journey: functions": 120,
@@ -175,6 +179,27 @@ def journey() -> Rows:
     return {"journey: files": files, "journey: functions": functions}
 
 
+def host() -> Rows:
+    """The driver's own time for a step of a ResNet-50's tensors, to the plain module's step."""
+    from benchmarks import host_time
+
+    nets = {name: host_time.NETS[name] for name in (host_time.RESNET50, "400 parameters")}
+    data = host_time.measure(nets, (2, 8), Effort.QUICK)
+    (plain, _), (two, _), (eight, _) = (data[host_time.RESNET50][n] for n in ("0", "2", "8"))
+    wall = {count: times[1] for count, times in data["400 parameters"].items()}
+    ratios = {
+        "2 replicas": two / plain,
+        "8 replicas": eight / plain,
+        "a further replica": (eight - two) / 6 / plain,
+    }
+    found = {f"320 tensors, driver's CPU, {what}: to plain": v for what, v in ratios.items()}
+    found["400 tensors, 2 replicas: a step to plain"] = wall["2"] / wall["0"]
+    beside = host_time.beside(Effort.QUICK, (2,))
+    for name, ms in beside.items():
+        found[f"320 tensors beside computation, {name}: to plain"] = ms / beside["plain"]
+    return found
+
+
 def sizes() -> Rows:
     """Steps of growing length, with and without the wrapper."""
     from benchmarks import sizes
@@ -183,7 +208,8 @@ def sizes() -> Rows:
 
 
 GROUPS: dict[str, Callable[[], Rows]] = {
-    work.__name__: work for work in (own_device, structure, tiny, ddp, sizes, kill, start, journey)
+    work.__name__: work
+    for work in (own_device, structure, tiny, ddp, host, sizes, kill, start, journey)
 }
 
 
