@@ -37,6 +37,7 @@ _FIRST, _CHUNK = 1 << 14, 1 << 20
 """The most bytes that are read of a frame at first, and later on."""
 _NOTHING = Run(torch.empty(0, dtype=torch.uint8, device="cpu"))
 _DESCRIPTORS = 64
+_CUT = int(socket.MSG_CTRUNC)  # as an enum it costs as much as the receiving
 _LEAST = 1e-3
 """Seconds that a frame is waited for at least: none would mean that nothing is."""
 _ALWAYS, _SELDOM = 8, 1000
@@ -156,7 +157,7 @@ class Channel:
         self._way = [-_HEADER.size]
         # No other frame can follow: each is an answer to the last one.
         first, fds, flags, _ = socket.recv_fds(self._sock, _FIRST, _DESCRIPTORS)
-        if flags & socket.MSG_CTRUNC:  # memory did not arrive that the other end believes to share
+        if flags & _CUT:  # memory did not arrive that the other end believes to share
             raise OSError(errno.EMFILE, "no free descriptor for memory that another process shares")
         first += self._read(_HEADER.size - len(first))
         body, length = _HEADER.unpack_from(first)
