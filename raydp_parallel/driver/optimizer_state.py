@@ -42,9 +42,9 @@ class OptimizerState(torch.optim.Optimizer):
     def described(self, master: Master) -> States:
         """Return its groups and its state, with slots in the place of parameters."""
         groups: list[Values] = []
-        # What the other replicas have of a group: its changes since then go with the next step.
-        for number, group in enumerate(self.param_groups):
-            sent = self.sent[number] if number < len(self.sent) else {}  # one may have been added
+        # What the other replicas have of a group: its changes since then go with the next step, and
+        # one that was added, while a step is on its way, goes with all.
+        for group, sent in zip(self.param_groups, self.sent, strict=False):
             slots = [master.slot(p) for p in group["params"]]
             groups.append({**group, **sent, "params": [n for n in slots if n is not None]})
         state = {master.slot(p): dict(values) for p, values in self.__dict__["state"].items()}

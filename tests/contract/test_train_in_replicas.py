@@ -7,7 +7,6 @@ import copy
 import gc
 import os
 import pickle
-import signal
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from harness import Apply, carried, kill, made_of, ones, raised
+from harness import Apply, carried, dying, kill, made_of, ones, raised
 from mortal import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, spectral_norm
@@ -577,17 +576,32 @@ def test_T2_a_newcomer_gets_the_steps_of_all_models(
     assert same(held(model, optimizer), held(plain, ordinary))
 
 
-def test_T2_a_death_in_the_step_before_an_evaluation(killable: Executor) -> None:
-    """The step is made again with the module as it was, whatever has become of it since."""
+def another_layer(net: Any, optimizer: Any) -> None:
+    """Replace one that has no parameters."""
+    net[1] = nn.ReLU()
+
+
+def another_group(net: Any, optimizer: Any) -> None:
+    """Add a layer, and let it be trained."""
+    net.append(nn.Linear(2, 2))
+    optimizer.add_param_group({"params": net[-1].parameters()})
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("edit", [another_layer, another_group])
+def test_T2_a_death_in_the_step_before_an_edit(
+    edit: Any, resumed: bool, killable: Executor
+) -> None:
+    """The step is made again with the module and the groups as they were."""
     results = []
     for deadly in (False, True):
-        killable.grow()
         model, optimizer = small(killable)
         model(torch.ones(8, 6)).square().mean().backward()
-        if deadly:
-            os.kill(killable.replicas()[1].pid, signal.SIGKILL)
-        optimizer.step()
-        model.module[1] = nn.ReLU()
+        if resumed:
+            assert optimizer.state_dict()  # which replicas get again before the step
+        with dying(killable, 2 * resumed, "before") if deadly else contextlib.nullcontext():
+            optimizer.step()
+        edit(model.module, optimizer)
         results.append([model(torch.ones(8, 6)), *held(model, optimizer)])
     assert same(*results)
 

@@ -276,6 +276,7 @@ def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[N
         patch.setattr(Dispatcher, "send", dying_send)
         patch.setattr(Dispatcher, "receive", dying_receive)
         yield
+    executor.flush()  # sees a death that nothing has noticed yet
     executor.grow()
 
 

@@ -186,7 +186,9 @@ class Plain(nn.Module):
             if any(w in leaves for w in params for leaves in found):
                 used.update(*found)
                 unused.update(w for w in params if not all(w in leaves for leaves in found))
-        for w in [w for w in unused if w.requires_grad]:
+        # What the loss uses itself has its gradient in one piece, with these zeros.
+        own = {node.variable for node in nodes if hasattr(node, "variable")} - used
+        for w in [w for w in unused - own if w.requires_grad]:
             if w not in used:
                 w.backward(torch.zeros_like(w))
             elif w.grad is not None and w.grad.is_sparse:
@@ -570,7 +572,8 @@ def replace(p: Program, draw: random.Random) -> None:
     how = draw.randrange(3)
     if how == 0:
         p.new_optimizer()
-    elif how == 1 and [*layer.parameters()]:
+    elif how == 1 and [*layer.parameters()] and p.kind is not torch.optim.Adagrad:
+        # Whose constructor makes its state, and so it does in a replica, before a first gradient.
         p.optimizer(draw).add_param_group({"params": layer.parameters()})
 
 
