@@ -65,8 +65,8 @@ class StateChanged(GraphLost):
 
 
 class StateLost(ReplicaError):
-    """The last replica that had made the latest steps of a `DataParallel.optimizer` is gone; the
-    weights are as of the last sync.
+    """The last replica that had made the latest steps of a `DataParallel.optimizer` is gone, and
+    the weights are as of the last sync; or a step could not be made.
     """
 
 

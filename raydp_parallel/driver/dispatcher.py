@@ -68,7 +68,8 @@ class RemoteGraph:
         if self.recipe is None:
             raise GraphLost(
                 f"{phase}: {slot} lost its graph, because its process ended, and the graph cannot "
-                "be made again; run forward again"
+                "be made again; run forward again, and all forwards since zero_grad() where their "
+                "gradients are added up"
             )
         return self.recipe
 

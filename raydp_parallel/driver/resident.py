@@ -31,7 +31,7 @@ from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.optimizer_state import OptimizerState, States
 from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
 from raydp_parallel.driver.resident_gradients import Gradients, Sum
-from raydp_parallel.errors import ReplicaDied, StateLost
+from raydp_parallel.errors import GraphLost, ReplicaDied, StateLost
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY, Lagging
 from raydp_parallel.state.mirror import Master
@@ -378,10 +378,15 @@ class Resident:
             if attempt:
                 try:
                     self._send(plan)  # nobody that lives has stepped
-                except Exception:  # nor can it be made again: this is said once
+                except Exception as error:  # nor can it be made again: this is said once
                     weights.coming = None
                     self.gradients.clear()
-                    raise
+                    if not isinstance(error, GraphLost):
+                        raise
+                    raise StateLost(
+                        "optimizer.step: the last step was not made, because a replica died in it, "
+                        "and its gradients cannot be made again: repeat that step"
+                    ) from error
             self._go_on(plan)
             if plan.calls[0].message.exchange is not None:
                 dispatcher.wait_or_leave(plan.sent, dispatcher.leave, limit)

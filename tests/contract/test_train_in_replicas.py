@@ -858,13 +858,26 @@ def test_T3_other_wrappers(two: Executor, killable: Executor) -> None:
     assert same([*model.parameters()], [*plain.parameters()])
 
 
+def normed() -> nn.Module:
+    """Make a net with synchronised batch norm."""
+    return convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
+
+
 def test_T3_synchronised_batch_norm(two: Executor) -> None:
     """The step and the layers use one group."""
+    compare(two, lambda *both: [advance(*both, step) for step in range(3)], normed, torch.optim.SGD)
 
-    def net() -> nn.Module:
-        return convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
 
-    compare(two, lambda *both: [advance(*both, step) for step in range(3)], net, torch.optim.SGD)
+def test_T2_a_step_that_cannot_be_made_again(killable: Executor) -> None:
+    """It is said as a step that is lost, with the next call."""
+    model, optimizer = small(killable, make=normed)
+    model(torch.ones(8, 6)).sum().backward()
+    model.module[0].weight.grad.sum()  # replicas have made what they need
+    with dying(killable, 1, "before"):
+        optimizer.step()
+    error = raised(lambda: model(torch.ones(8, 6)))
+    assert isinstance(error, StateLost) and "repeat that step" in str(error)
+    advance(model, optimizer, 1)
 
 
 # --- what is refused ---
