@@ -22,7 +22,7 @@ from torch import Tensor
 from raydp_parallel.devices.layout import ALIGN, Run, Spec
 
 _MAP_FIXED = 0x10
-_SELDOM = 32
+_SELDOM = 8
 """How many frames leave most of a window unused before its pages are given back."""
 PAGE = mmap.PAGESIZE
 

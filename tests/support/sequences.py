@@ -606,9 +606,14 @@ def hook(p: Program, draw: random.Random) -> None:
     elif how == 2:
         p.handles.append(layer.register_full_backward_hook(squash_grad))
     elif how == 3 and weight.requires_grad:
-        p.handles.append(weight.register_hook(lambda grad: grad * 0.5))
+        p.handles.append(weight.register_hook(half))
     elif weight.requires_grad:
         p.handles.append(weight.register_post_accumulate_grad_hook(_halve))
+
+
+def half(grad: Tensor | None) -> Tensor | None:
+    """Torch calls it with None where the outputs of some chunks alone depend on a parameter."""
+    return None if grad is None else grad * 0.5
 
 
 def _halve(weight: Tensor) -> None:
