@@ -149,7 +149,8 @@ def there(device: str) -> AbstractContextManager[Any]:
         ) -> Any:
             kwargs = dict(kwargs or {})
             placed = {kwargs.get(name) for name in ("device", "out", "pin_memory")} - {None, False}
-            if function not in made or placed:
+            maker = sys._getframe(1).f_globals.get("__name__", "")
+            if function not in made or placed or maker.startswith("torch.optim"):  # its `step`
                 return function(*args, **kwargs)
             grad = kwargs.pop("requires_grad", False)
             found = function(*args, **kwargs)
