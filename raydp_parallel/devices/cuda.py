@@ -139,7 +139,7 @@ def check_balance(found: Sequence[tuple[int, Hello]]) -> None:
         found: For each replica its device id and its description.
     """
     for name in ("memory", "processors"):
-        sizes = sorted((getattr(hello, name), index) for index, hello in found if hello.memory)
-        if sizes and sizes[0][0] < 0.75 * sizes[-1][0]:
-            warn(_IMBALANCE.format(sizes[0][1], sizes[-1][1]))
+        sizes = {index: getattr(hello, name) for index, hello in found if hello.memory}
+        if sizes and min(sizes.values()) < 0.75 * max(sizes.values()):
+            warn(_IMBALANCE.format(*[end(sizes, key=sizes.__getitem__) for end in (min, max)]))
             return

@@ -156,6 +156,7 @@ class Gpu(NamedTuple):
 GPUS: dict[tuple[tuple[int, Gpu], ...], tuple[int, int] | None] = {
     ((0, Gpu(100, 10)), (1, Gpu(74, 10))): (1, 0),
     ((0, Gpu(100, 5)), (3, Gpu(100, 10))): (0, 3),
+    ((0, Gpu(9, 5)), (1, Gpu(4, 5)), (2, Gpu(9, 5))): (1, 0),
     ((0, Gpu(50, 5)), (1, Gpu(100, 10))): (0, 1),  # both: memory comes first, and is the only one
     ((0, Gpu(100, 100)), (1, Gpu(75, 75))): None,
     ((0, Gpu(100, 100)),): None,

@@ -250,12 +250,13 @@ class _Runtime:
 
 
 def _properties(device: int) -> SimpleNamespace:
+    number = lib.standin_physical(device)
     return SimpleNamespace(
         name="Stand-in GPU",
-        uuid=f"GPU-{lib.standin_physical(device)}",
+        uuid=f"GPU-{number}",
         major=9,
         minor=0,
-        total_memory=_BYTES,
+        total_memory=_BYTES >> (fault() == "unequal" and number == 1),
         multi_processor_count=4,
         warp_size=32,
         is_integrated=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import on_gpus
@@ -12,7 +13,7 @@ from harness import assert_same_grads, assert_same_state
 from torch import nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel
+from raydp_parallel import DataParallel, Executor, Options
 
 if on_gpus.asked() in ("cpu", "cuda"):
     pytest.skip("the driver has no stand-in GPU: --device cuda:0", allow_module_level=True)
@@ -69,6 +70,21 @@ def test_C3_C5_a_module_without_tensors_has_the_first_device(home: int) -> None:
         model = kind(nn.Softmax(1), ids)
         assert model.output_device == home and model(x).device.index == home
         assert model.src_device_obj == torch.device("cuda", home)
+
+
+def test_C6_a_smaller_gpu_is_named_beside_the_one_that_upstream_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the constructor there, and here by the call that starts the replicas: they know it."""
+    monkeypatch.setenv("NCCL_STANDIN", "unequal")
+    module, said = Net().to("cuda:0"), []
+    with Executor([0], options=Options(metrics=False)) as executor:
+        for how in ({}, {"executor": executor}):
+            with warnings.catch_warnings(record=True) as caught:
+                make = DataParallel if how else torch.nn.DataParallel
+                make(module, [0, 1, 2], **how)(torch.ones(6, 4, dtype=torch.float64))
+            said.append([str(one.message) for one in caught])
+    assert said[0] == said[1] and len(said[0]) == 1
 
 
 CALLS = {
