@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import oracle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ def samples(name: str, every: bool) -> list[Any]:
     """The samples of a module in a mode; if not every one, the first and one of the others."""
     info, mode = TABLE[name]
     torch.manual_seed(0)
-    how = {"device": "cpu", "dtype": torch.double, "requires_grad": True}
+    how = {"device": oracle.place, "dtype": torch.double, "requires_grad": True}
     found = [*info.module_inputs_func(info, training=mode == "train", **how)]
     return found if every else found[:: max(1, len(found) - 1) // 2 + 1]
 
@@ -58,7 +59,7 @@ def by_hand(net: nn.Module, args: Any, kwargs: Any) -> Any:
             buffer.data.copy_(before[name])
     for name, buffer in net.named_buffers():
         buffer.data.copy_(state[name])
-    return gather(outs, "cpu")
+    return gather(outs, oracle.place)
 
 
 def outcome(net: nn.Module, run: Any, given: Any, seed: int = 0) -> dict[str, Any]:
@@ -73,7 +74,8 @@ def outcome(net: nn.Module, run: Any, given: Any, seed: int = 0) -> dict[str, An
     except Exception as error:
         return {type(error).__name__: None}
     grads = [t.grad for t in (*tensors((args, kwargs)), *net.parameters())]
-    values = {"outputs": [t.detach() for t in tensors(found)], "gradients": grads}
+    # Where a module has no tensors, a whole call's outputs lie on the CPU.
+    values = {"outputs": [t.detach().to(oracle.place) for t in tensors(found)], "gradients": grads}
     return values | {"state": [*net.state_dict().values()]}
 
 

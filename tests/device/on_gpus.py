@@ -27,8 +27,6 @@ LEFT_OUT = {
         test_device_ids_of_every_kind""",
     "its replicas use NumPy on tensors": "test_writes_of_chunk_0_reach_the_master_once[numpy",
     "the stand-in has no tensors in compressed rows": "test_A8_the_caller_s_default_device",
-    "the stand-in is none for torch's compiler": "test_compile.py",
-    "torch.testing's samples of modules are for the CPU here": "test_module_db.py",
 }
 """Parts of the names of tests that have no meaning on these GPUs, by why."""
 WITHOUT_ONE_HERE = {
@@ -42,7 +40,6 @@ WITH_ONE_HERE = {
         test_T5_gradients_that_the_program_changes[numpy changes[a&function]""",
     "DLPack gives tensors of the current GPU alone": "that_the_program_changes[dlpack]",
     "it says that outputs are on the CPU": "test_C3_output_device",
-    "the stand-in is none for torch's compiler": "test_T3_what_reads_the_master_syncs[compiled]",
     "it looks for what lies in windows of the host": "test_poison_shows_an_output",
 }
 """The same where it has some."""

@@ -194,7 +194,8 @@ def _fill(torch: Any) -> None:
     core._cuda_hasPrimaryContext = lambda device: bool(number("started", device))
     core._cuda_getDevice = lambda: lib.standin_current()
     core._cuda_setDevice = choose
-    core._cuda_exchangeDevice = core._cuda_maybeExchangeDevice = exchange
+    core._cuda_exchangeDevice = exchange
+    core._cuda_maybeExchangeDevice = lambda device: exchange(device)  # another function
     core._cuda_synchronize = lambda: torch.accelerator.synchronize()
     core._cuda_getCurrentStream = lambda d: (lib.standin_stream(at(d)), at(d), kind)
     core._cuda_getDefaultStream = lambda d: (0, at(d), kind)
@@ -208,6 +209,7 @@ def _fill(torch: Any) -> None:
     core._cuda_getArchFlags = lambda: "sm_90"
     core._cuda_getCompiledVersion = lambda: 13000
     core._cuda_get_sync_debug_mode = lambda: 0
+    core._cuda_CUDAAllocator_AllocatorState = core._set_cached_tensors_enabled = lambda *_: None
 
 
 def _statistics(device: int) -> dict[str, Any]:
