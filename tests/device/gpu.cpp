@@ -41,7 +41,7 @@ int standin_install() {  // must come before torch first asks for CUDA; 1 if it 
   finish_sparse();
   c10::SetAllocator(kType, new DeviceMemory, 1);
   at::setHostAllocator(kType, &pinned_memory(), 1);
-  c10::impl::registerDeviceGuard(kType, new Guard);
+  c10::impl::DeviceGuardImplRegistrar(kType, new Guard);
   at::CUDAHooksRegistry()->Register(
       "CUDAHooks",
       [](at::CUDAHooksArgs args) -> std::unique_ptr<at::CUDAHooksInterface> {

@@ -3,7 +3,6 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/CachingDeviceAllocator.h>
 
 #include <fcntl.h>
 
@@ -99,24 +98,19 @@ inline c10::DataPtr take(int device, size_t bytes) {
   return {at, new Block{at, size, &home, bool(state().expandable)}, &free_block, device_of(device)};
 }
 
-struct DeviceMemory final : c10::DeviceAllocator {
+struct DeviceMemory final : c10::Allocator {
   at::DataPtr allocate(size_t bytes) override { return take(current, bytes); }
   at::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     Lock lock;
     queue(current).add([=] { std::memcpy(behind(to), behind(from), bytes); });
   }
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) {
     Lock lock;
     if (memory.get_deleter() == &free_block)
       static_cast<Block*>(memory.get_context())
           ->users.insert(&queue(stream.device_index(), stream.id()));
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
-  void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex device) override { chip(device).peak = chip(device).live; }
 };
 
 // ---- the host's memory, as far as the device reads and writes it late
