@@ -284,6 +284,19 @@ def test_a_gpu_is_shared_if_the_program_uses_it() -> None:
     assert cuda.own_gpu("GPU-6") == kept.device
 
 
+@pytest.mark.skipif(on_gpus.asked() != "cuda", reason="the driver uses a GPU")
+def test_a_driver_that_uses_no_gpu_does_not_start_cuda(
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it has some, which replicas use."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: on_gpus.GPUS)
+    module = net().eval()
+    right = [*train(plain_of(module).eval(), x)]
+    with Executor([0, 1, 2]) as executor:
+        assert [*train(DataParallel(module, executor=executor), x)] == pytest.approx(right)
+    assert not torch.cuda.is_initialized()
+
+
 @of_driver
 @pytest.mark.parametrize("ways", [HOST, IPC])
 def test_a_forward_on_a_stream_of_its_own_and_a_backward_outside(
@@ -439,17 +452,20 @@ def test_more_replicas_need_no_more_memory() -> None:
 
 
 @of_driver
-def test_windows_are_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers refuse to share these; the program's memory stays as it wants it."""
+@pytest.mark.parametrize("told", [True, False])
+def test_windows_are_no_segments_that_grow(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers refuse to share these; the program's memory stays as it wants it. IPC is left out
+    where the environment does not tell.
+    """
     grows = "expandable_segments:True"
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", grows)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", grows if told else "")
     torch.cuda.memory._set_allocator_settings(grows)
     own = torch.ones(1)
     with Executor(SHARED, options=IPC) as executor:
         link = executor.stats().link
     after = torch.ones(1)
     torch.cuda.memory._set_allocator_settings("")
-    assert link == "ipc"
+    assert link == ("ipc" if told else "windows")
     for one in (own, after):
         with pytest.raises(RuntimeError, match="not permitted"):
             one.untyped_storage()._share_cuda_()
