@@ -122,7 +122,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneRay(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            if file.endswith("test_points.py"):  # each of its tests takes long
+            if file.endswith(("test_points.py", "test_places.py")):  # each test takes long
                 return nodeid
             return "ray" if "mark.ray" in Path(config.rootpath, file).read_text() else file
 

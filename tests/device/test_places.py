@@ -1,4 +1,6 @@
-"""A part of the tests on stand-in GPUs, in each run of the tests; `.ci/run` runs all there."""
+"""Tests on stand-in GPUs: one file of the contract in each run, and with ``--long`` the contract,
+features and the device's own in all places: module on the CPU, on the first GPU, on another one.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,23 @@ if on_gpus.asked() != "cpu":
     pytest.skip("these are on GPUs", allow_module_level=True)
 
 
+ALL = ["tests/contract", "tests/features", "tests/device"]
+
+
 @pytest.mark.parametrize(
     ("place", "tests"),
     [
-        pytest.param("cuda:0", ["tests/device"], marks=pytest.mark.long),
         ("cuda", ["tests/contract/test_contract_batch.py"]),
+        *[pytest.param(place, ALL, marks=pytest.mark.long) for place in on_gpus.PLACES[1:]],
     ],
 )
-def test_a_part_of_the_tests_passes_on_gpus(place: str, tests: list[str]) -> None:
-    """The device itself, and replicas with a GPU each."""
+@pytest.mark.timeout(900)
+def test_tests_pass_on_gpus(place: str, tests: list[str]) -> None:
+    """In a process of their own."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("NO C++ COMPILER: NOTHING THAT NEEDS A GPU WAS TESTED")
     command = [sys.executable, "-m", "pytest", "-q", "--device", place, *tests]
     # Another run's workers are no business of this one.
     env = {name: one for name, one in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
