@@ -8,7 +8,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import harness
 import numpy as np
@@ -22,7 +22,6 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import raydp_parallel
 from raydp_parallel import DataParallel, Options, data_parallel
-from raydp_parallel.devices.cuda import check_balance
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
@@ -144,42 +143,6 @@ def test_C5_dim_and_device_ids_can_be_edited() -> None:
     model.device_ids, model.dim = THREE, 1
     assert torch.equal(model(x), x)
     assert calls(model)[2] >= 1
-
-
-class Gpu(NamedTuple):
-    """Stands for what a replica says of its GPU."""
-
-    memory: int
-    processors: int
-
-
-GPUS: dict[tuple[tuple[int, Gpu], ...], tuple[int, int] | None] = {
-    ((0, Gpu(100, 10)), (1, Gpu(74, 10))): (1, 0),
-    ((0, Gpu(100, 5)), (3, Gpu(100, 10))): (0, 3),
-    ((0, Gpu(9, 5)), (1, Gpu(4, 5)), (2, Gpu(9, 5))): (1, 0),
-    ((0, Gpu(50, 5)), (1, Gpu(100, 10))): (0, 1),  # both: memory comes first, and is the only one
-    ((0, Gpu(100, 100)), (1, Gpu(75, 75))): None,
-    ((0, Gpu(100, 100)),): None,
-    (): None,
-}
-
-
-@pytest.mark.parametrize("found", GPUS)
-def test_C6_imbalance_is_warned_once(found: Any) -> None:
-    """Less than 75 % of another's memory, else of its processors, in upstream's words; one is never
-    imbalanced.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        check_balance(found)
-    texts = [" ".join(str(one.message).split()) for one in caught]
-    if GPUS[found] is None:
-        assert texts == []
-        return
-    (text,), (small, large) = texts, GPUS[found]  # type: ignore[misc]
-    begin = "There is an imbalance between your GPUs. You may want to exclude GPU"
-    assert text.startswith(f"{begin} {small} which has")
-    assert f"less than 75% of the memory or cores of GPU {large}." in text
 
 
 def test_C7_the_module_is_not_moved() -> None:

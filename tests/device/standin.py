@@ -253,13 +253,15 @@ class _Runtime:
 
 def _properties(device: int) -> SimpleNamespace:
     number = lib.standin_physical(device)
+    what, _, left = fault().partition(" ")  # as "memory 3": GPU 1 has three quarters of the others'
+    quarters = {what: int(left)} if number == 1 and left.isdigit() else {}
     return SimpleNamespace(
         name="Stand-in GPU",
         uuid=f"GPU-{number}",
         major=9,
         minor=0,
-        total_memory=_BYTES >> (fault() == "unequal" and number == 1),
-        multi_processor_count=4,
+        total_memory=_BYTES * quarters.get("memory", 4) // 4,
+        multi_processor_count=quarters.get("processors", 4),
         warp_size=32,
         is_integrated=False,
     )

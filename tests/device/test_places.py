@@ -15,7 +15,6 @@ import pytest
 if on_gpus.asked() != "cpu":
     pytest.skip("these are on GPUs", allow_module_level=True)
 
-
 ALL = ["tests/contract", "tests/features", "tests/device"]
 
 

@@ -50,13 +50,7 @@ def test_a_wait_that_is_taken_out_is_noticed(
     ways = [tmp_path, ROOT, ROOT / "tests/support", ROOT / "tests/device"]
     found = " ".join(map(str, ways))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--device", "cuda:0", "-k", tests]
-    command += [
-        "--timeout",
-        "60",
-        "-o",
-        f"pythonpath={found}",
-        str(ROOT / "tests/device/test_ways.py"),
-    ]
+    command += ["--timeout=60", "-o", f"pythonpath={found}", f"{ROOT}/tests/device/test_ways.py"]
     env = {name: one for name, one in os.environ.items() if not name.startswith("PYTEST_")}
     env["PYTHONPATH"] = os.pathsep.join(map(str, ways))
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)

@@ -72,11 +72,14 @@ def test_C3_C5_a_module_without_tensors_has_the_first_device(home: int) -> None:
         assert model.src_device_obj == torch.device("cuda", home)
 
 
-def test_C6_a_smaller_gpu_is_named_beside_the_one_that_upstream_names(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("left", ["memory 3", "memory 2", "processors 3", "processors 2"])
+def test_C6_a_smaller_gpu_is_warned_of_in_upstream_s_words(
+    left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the constructor there, and here by the call that starts the replicas: they know it."""
-    monkeypatch.setenv("NCCL_STANDIN", "unequal")
+    """By the constructor there, and here by the call that starts the replicas: they know it. With
+    three quarters of the others' memory or processors it is not smaller.
+    """
+    monkeypatch.setenv("NCCL_STANDIN", left)
     module, said = Net().to("cuda:0"), []
     with Executor([0], options=Options(metrics=False)) as executor:
         for how in ({}, {"executor": executor}):
@@ -84,7 +87,7 @@ def test_C6_a_smaller_gpu_is_named_beside_the_one_that_upstream_names(
                 make = DataParallel if how else torch.nn.DataParallel
                 make(module, [0, 1, 2], **how)(torch.ones(6, 4, dtype=torch.float64))
             said.append([str(one.message) for one in caught])
-    assert said[0] == said[1] and len(said[0]) == 1
+    assert said[0] == said[1] and len(said[0]) == left.endswith("2")
 
 
 CALLS = {
