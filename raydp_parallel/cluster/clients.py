@@ -25,6 +25,7 @@ from raydp_parallel.devices import threads
 from raydp_parallel.devices.cuda import Hello
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.codec import Flat, flat, unflat
+from raydp_parallel.wire.messages import Answer
 from raydp_parallel.wire.trial import try_ipc
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ class NearClient(ActorClient):
         """Send a request; raises `Gone`."""
         self._carry(timeout, self._channel.send, request, timeout)
 
-    def receive(self, timeout: float | None, home: torch.device) -> object:
+    def receive(self, timeout: float | None, home: torch.device) -> Answer:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """
@@ -164,13 +165,14 @@ class NearClient(ActorClient):
             threads.rest()  # the replica computes on the same cores
         return self._carry(timeout, self._receive, timeout, home)
 
-    def _receive(self, timeout: float | None, home: torch.device) -> object:
+    def _receive(self, timeout: float | None, home: torch.device) -> Answer:
         ready = self._poll.poll(None if timeout is None else timeout * 1e3)
         if not ready:
             raise TimeoutError
         if self._socket not in dict(ready):
             raise EOFError
-        return self._channel.receive(timeout, home)
+        found: Answer = self._channel.receive(timeout, home)
+        return found
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
@@ -235,14 +237,15 @@ class FarClient(ActorClient):
         gone = self.unsent != 0 or not self._in_session()
         return gone or not ray_api.late([self._answer], seconds)
 
-    def receive(self, timeout: float | None, home: torch.device) -> object:
+    def receive(self, timeout: float | None, home: torch.device) -> Answer:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """
         found: Flat = self._carry(timeout, ray_api.get, self._answer, timeout)
         self.unsent = self._answer = None
         self.moved[1] += found[2].nbytes
-        return unflat(found, home)
+        answer: Answer = unflat(found, home)
+        return answer
 
 
 Client = NearClient | FarClient

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from raydp_parallel import errors
 from raydp_parallel.cluster.clients import Client, end_all
@@ -40,7 +39,7 @@ class ReplicaSlot:
 
     place: Place
     index: int  # its number in the executor
-    client: Any = None  # of its replica, or of the last one
+    client: Client = field(init=False)  # of its replica, or of the last one; none in life 0
     life: int = 0  # the number of processes that it has had
     # "ready", "starting" (after its cluster was left), "dead", "away" (an elastic executor has no
     # room for it) or "closed".
@@ -52,7 +51,6 @@ class ReplicaSlot:
     answered: set[str] = field(default_factory=set)  # the kinds of calls that it has answered
     forget: list[int] = field(default_factory=list)  # keys of graphs that it is told to drop next
     revisions: dict[int, int] = field(default_factory=dict)  # the states of models, by number
-    pending: Any = None  # the request that it has not answered yet
 
     @property
     def ready(self) -> bool:
@@ -62,7 +60,7 @@ class ReplicaSlot:
     def info(self) -> ReplicaInfo:
         """Describe it for users."""
         device = self.place.device
-        known = self.client is not None and self.state != "starting"
+        known = self.life and self.state != "starting"
         hello = self.client.hello if known else Hello(0, "", device)
         pages = "0 0"
         with contextlib.suppress(OSError):  # it has ended, or is not on this machine
@@ -86,13 +84,14 @@ class Successor(threading.Thread):
         super().__init__(name="raydp-respawn", daemon=True)
         self.client: Client | None = None  # once it has started
         self.problem: errors.ParallelError | None = None  # why not yet, or never
-        self._slot, self._starter, self._dead, self._died = slot, starter, slot.client, died
+        self._slot, self._starter, self._died = slot, starter, died
+        self._dead = slot.client if died else None
         self.start()
 
     def run(self) -> None:
         """Start it."""
         try:
-            if self._died:  # Ray takes a while to know the cause, and something may be left of it
+            if self._dead:  # Ray takes a while to know the cause, and something may be left of it
                 cause = self._dead.cause() or self._slot.cause
                 self._dead.end()
                 log.warning("%s: %s. %s", self._died, cause, _INSTEAD)
@@ -189,7 +188,7 @@ class ReplicaSet:
         """Let a slot have a new replica, which holds nothing."""
         slot.client, slot.state, slot.successor = client, "ready", None
         slot.life += 1
-        slot.answered, slot.forget, slot.revisions, slot.pending = set(), [], {}, None
+        slot.answered, slot.forget, slot.revisions = set(), [], {}
         self.recorder.started(slot.info())
 
     def _pick_up(self) -> None:
@@ -237,7 +236,7 @@ class ReplicaSet:
         """Note that a replica died in a phase of a call, once, and replace it in the background."""
         if slot.life != life or not slot.ready:
             return
-        slot.state, slot.cause, slot.pending = "dead", cause, None
+        slot.state, slot.cause = "dead", cause
         slot.in_vain = 0 if slot.answered else slot.in_vain + 1
         died = f"{slot} died in {phase}"
         self.recorder.died(slot.index, f"{died}: {cause}")

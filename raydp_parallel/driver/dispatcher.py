@@ -165,12 +165,12 @@ class Group:
     """
 
     def __init__(self, slots: Sequence[ReplicaSlot], patience: float, nccl: bool) -> None:
-        near = all(slot.client is not None and slot.client.hello.near for slot in slots)
+        near = all(slot.life and slot.client.hello.near for slot in slots)
         host = None if near else ray_api.own_address()
         self._store = store = open_store(len(slots), host)
         self.address = store if host is None else (host, store.port)
         name = f"group {next(_names)}"
-        links = [getattr(slot.client, "link", "") for slot in slots]
+        links = [slot.client.link if slot.life else "" for slot in slots]
         root = links.index("ipc") if "ipc" in links else 0
         self.nccl = nccl
         seat = ExchangeRequest(name, 0, len(slots), patience, nccl=nccl, root=root)
@@ -186,8 +186,9 @@ class Dispatcher:
     """Runs chunks on the replicas of a set."""
 
     def __init__(self, replica_set: ReplicaSet) -> None:
-        self._set = replica_set
+        self.replica_set = replica_set
         self.groups: dict[object, Group] = {}  # in which they exchange tensors, by their members
+        self.owed: dict[ReplicaSlot, Pending] = {}  # requests without an answer, of each the last
 
     def start(self, flight: Flight) -> Flight:
         """Send the chunks that have no answer, as far as there are replicas for them."""
@@ -203,7 +204,7 @@ class Dispatcher:
                     if graph.slot is not None and graph.on(graph.slot):
                         slot = graph.slot  # also one that stood in for its own
                 # A dead replica's chunk goes to another one, which may have a chunk of its own.
-                slot = self._set.choose(slot, busy)
+                slot = self.replica_set.choose(slot, busy)
                 if slot in busy:
                     continue  # its turn comes: a window holds one answer
                 busy[slot] = 1
@@ -228,7 +229,7 @@ class Dispatcher:
             while True:
                 if flight.grouped:
                     waiting = [flight.sent.get(i) for i in chunks if i not in answers]
-                    self.wait_or_leave(waiting, self.leave, self._set.options.call_timeout)
+                    self.wait_or_leave(waiting, self.leave, self.replica_set.options.call_timeout)
                 # Answers are taken in the order of chunks; the slowest one decides anyway.
                 died = ""
                 for i in [*flight.sent]:
@@ -313,7 +314,7 @@ class Dispatcher:
                 "than it may"
             )
         if pending.sent:
-            self._set.recorder.replayed(pending.slot.index)
+            self.replica_set.recorder.replayed(pending.slot.index)
         return f"{pending.slot} died in {phase}: {pending.gone}"
 
     def _may_count(self, answer: Answer, pending: Pending) -> bool:
@@ -325,7 +326,7 @@ class Dispatcher:
             # A new process loads the driver's sources.
             if not slot.answered:
                 exceptions.reraise(answer.failure, str(slot))
-            self._set.lost(slot, pending.life, "import", "its modules are not the driver's")
+            self.replica_set.lost(slot, pending.life, "import", "its modules are not the driver's")
             return False
         slot.answered.add(pending.call.phase)
         return True
@@ -348,23 +349,23 @@ class Dispatcher:
             if forget:
                 request = request._replace(forget=tuple(forget))
         try:
-            slot.pending = pending
+            self.owed[slot] = pending
             if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
                 call.makes.slot, call.makes.life = slot, slot.life
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
-            self._set.lost(slot, pending.life, call.phase, str(gone))
+            self.replica_set.lost(slot, pending.life, call.phase, str(gone))
             pending.gone = str(gone)
             return pending
         except BaseException:
             if slot.client.unsent is None:  # the replica knows nothing of it
-                slot.pending = None
+                self.owed.pop(slot, None)
                 if call.makes is not None:
                     call.makes.life = -1
             raise
         del slot.forget[: len(forget)]
         pending.sent = True
-        recorder = self._set.recorder
+        recorder = self.replica_set.recorder
         if isinstance(request, (ForwardRequest, ResumeRequest)) and request.update is not None:
             slot.revisions[request.model] = request.update.revision
             recorder.totals.state_sends += 1
@@ -376,7 +377,7 @@ class Dispatcher:
         """Return the seconds that a call may take. As those of a start they hold for a process that
         has not answered yet, and for its first optimizer: imports take place there.
         """
-        options, known = self._set.options, pending.slot.answered
+        options, known = self.replica_set.options, pending.slot.answered
         if pending.call.phase == "resume":
             known = known & {"resume"}
         least = 0.0 if known else options.placement_timeout
@@ -395,13 +396,13 @@ class Dispatcher:
                 raise Gone("an exception, such as Ctrl-C, came within a message")
             pending.answer = answer = client.receive(self._limit(pending), home)
         except Gone as gone:
-            self._set.lost(slot, pending.life, call.phase, str(gone))
+            self.replica_set.lost(slot, pending.life, call.phase, str(gone))
             pending.gone = str(gone)
             return None
-        slot.pending = None
+        self.owed.pop(slot, None)
         if answer.lacking and call.master is not None:  # others it may have alone
             slot.revisions.pop(call.master.number, None)
-        self._set.recorder.answered(slot.index, answer.busy, client.moved, call.work)
+        self.replica_set.recorder.answered(slot.index, answer.busy, client.moved, call.work)
         client.moved[:] = 0, 0
         return pending.answer
 
@@ -422,7 +423,7 @@ class Dispatcher:
         """Take an answer that nobody has waited for yet: of a call that was interrupted, or of one
         that is still to be asked for.
         """
-        pending: Pending | None = slot.pending
+        pending = self.owed.get(slot)
         if pending is not None and (answer := self.receive(pending)) is not None:
             pending.answer = own(answer)
 
@@ -456,5 +457,5 @@ class Dispatcher:
                     graph.life = -1  # the replica has none
             if answer is None:
                 return
-            self._set.recorder.replayed(slot.index)
+            self.replica_set.recorder.replayed(slot.index)
         graph.slot, graph.life = slot, slot.life

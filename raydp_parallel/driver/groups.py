@@ -91,7 +91,7 @@ def _may_use_nccl(executor: Executor, slots: Sequence[ReplicaSlot]) -> bool:
     """Tell if these are all GPUs of the executor, each a whole card: NCCL takes gigabytes for each
     set of them, and refuses a second part of one card.
     """
-    hellos = [slot.client.hello for slot in slots if slot.client is not None]
+    hellos = [slot.client.hello for slot in slots if slot.life]
     gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if hello.gpu}
     if not 1 < len(gpus) == len(slots) or any("MIG" in hello.gpu for hello in hellos):
         return False

@@ -356,10 +356,11 @@ class Resident:
     def _go_on(self, plan: _Plan) -> None:
         """Send what Ctrl-C has left to send: members wait for each other."""
         for call in plan.calls[len(plan.sent) :]:
-            pending: Pending | None = call.slot.pending
+            dispatcher, slot = self._executor.dispatcher, call.slot
+            pending = dispatcher.owed.get(slot)
             if pending is None or pending.call is not call:
-                current = self.weights.current(call.slot)
-                pending = self._executor.dispatcher.send(call.slot, call) if current else None
+                current = self.weights.current(slot)
+                pending = dispatcher.send(slot, call) if current else None
             plan.sent.append(pending)
 
     def collect(self) -> None:

@@ -252,7 +252,7 @@ def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[N
         return fresh and slot.client.alive()
 
     def dying_send(self: Any, slot: Any, *rest: Any) -> Any:
-        others = [other for other in self._set.ready() if other is not slot]
+        others = [other for other in self.replica_set.ready() if other is not slot]
         mortal = next(numbers) == at and slot.ready and any(map(knows, others))
         if mortal and moment == "before":
             end(slot)

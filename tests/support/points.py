@@ -475,7 +475,7 @@ class Lines(Machine):
             try:
                 return receive(self, pending)
             except KeyboardInterrupt:
-                pending.slot.pending = None
+                self.owed.pop(pending.slot, None)
                 raise
 
         if planted:
