@@ -234,7 +234,7 @@ class DataParallel(nn.DataParallel[T]):
         if not self._in_place:
             trained = self.executor.master(self.module).resident
             if trained is not None:
-                trained.pull(states=True)
+                trained.pull_all()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

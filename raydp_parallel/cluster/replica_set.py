@@ -13,9 +13,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from raydp_parallel import errors
 from raydp_parallel.cluster.clients import Client, end_all
@@ -137,6 +139,18 @@ class ReplicaSet:
         self._starter: Starter | None = None
         _sets.add(self)
 
+    @contextlib.contextmanager
+    def trip(self) -> Iterator[None]:
+        """Hold the lock, outside of the caller's inference mode: windows, copies, sums and states
+        that are made on the way serve later calls, and torch lets nobody write to tensors of that
+        mode outside of it. Outputs, which are the caller's, are made outside of the block.
+        """
+        if self.forked:
+            raise errors.forked()
+        grad = torch.is_grad_enabled()  # which torch enables with the mode's end
+        with self.lock, torch.inference_mode(False), torch.set_grad_enabled(grad):
+            yield
+
     def ready(self) -> list[ReplicaSlot]:
         """Return the slots that can be called."""
         return [slot for slot in [*self.slots.values()] if slot.ready]
@@ -242,8 +256,9 @@ class ReplicaSet:
         self.recorder.died(slot.index, f"{died}: {cause}")
         self._succeed(slot, died)
 
-    def grow(self, timeout: float) -> int:
+    def grow(self, timeout: float | None = None) -> int:
         """Wait until each slot has a replica, or the time is over; returns how many were added."""
+        timeout = self.options.placement_timeout if timeout is None else timeout
         self._refresh()
         before = len(self.ready())
         deadline = time.monotonic() + timeout

@@ -43,12 +43,13 @@ from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers, Sums
-from raydp_parallel.driver.resident_gradients import Kept
+from raydp_parallel.driver.resident import Trainable
+from raydp_parallel.driver.resident_gradients import Gradients, Kept, Sum
 from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY
-from raydp_parallel.state.mirror import Leaf, Mark, Master
+from raydp_parallel.state.mirror import Leaf, Mark
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire.messages import (
     ADDED,
@@ -69,7 +70,7 @@ class Part(NamedTuple):
     graph: RemoteGraph
     terms: Terms  # of its forward
     slot: ReplicaSlot  # that it is for
-    master: Master
+    master: Trainable
     mark: Mark  # the model's tensors after the forward
     leaves: Numbers  # which of the call's leaves those of the module are
     inputs: Numbers  # which of them its own inputs are
@@ -222,7 +223,9 @@ class Fork(Function):
         if needed or not derived:
             trip = Backward(call, ending.grads, needed)
             higher = torch.is_grad_enabled()
-            grads = trip.derive(ending.pinned) if higher else trip.collect(captured)
+            # What is captured the program gets, and not ``.grad``.
+            stay = set() if captured else needed
+            grads = trip.derive(ending.pinned) if higher else trip.collect(stay)
         # Last: if the trip fails, nobody takes this out of the parents again.
         for at, parent in enumerate(call.parents):
             if at in running:
@@ -269,38 +272,40 @@ class Backward:
         for i in sorted(set[int]().union(*stash.values())):
             calls = [(one, grads[i]) for one, grads in stash.items() if i in grads]
             self._given[i] = [(one.parts[i].graph, sorted(grads.items())) for one, grads in calls]
-        self._kept = set[int]()  # the leaves whose gradients stay in the replicas
+        # The leaves whose gradients stay in the replicas.
+        self._gradients: Gradients | None = None
+        self._kept: dict[int, Sum] = {}
         self._graphs: dict[int, RemoteGraph] = {}  # that are made under create_graph, by chunk
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         self._keep = keep or torch.is_grad_enabled() or any(one.shared for one in stash)
 
-    def collect(self, captured: bool) -> list[Tensor | None]:
-        """First order: sum the chunks' gradients. If they are captured, the program gets them, and
-        not ``.grad``.
-        """
+    def collect(self, stay: Set[int]) -> list[Tensor | None]:
+        """First order: sum the chunks' gradients. Those of some leaves may ``stay`` in replicas."""
         call, parts = self._call, self._call.parts
-        with call.executor.trip():
+        with call.executor.replica_set.trip():
             master, *more = {part.master for part in parts.values()}
-            resident: Any = None if more else master.resident
-            if resident is not None and not captured:
+            resident = None if more or not stay else master.resident
+            if resident is not None:
                 resident.begin()
-                for at in self._needed:
+                self._gradients = resident.gradients
+                for at in stay:
                     leaf, kind = call.leaves[at]
-                    if kind == "parameter" and PLAINLY(resident.gradients.keeps, (), (leaf,)):
-                        self._kept.add(at)
+                    if kind == "parameter" and PLAINLY(self._gradients.keeps, (), (leaf,)):
+                        self._kept[at] = self._gradients.sums[leaf]
             others = parts.keys() - self._given.keys()
             chunks = [parts[i] for i in (*self._given, *others)]
             adding = Sums(master, call.leaves, [(part.leaves, part.inputs) for part in chunks])
             self._run(adding)
-            sums = adding.finish(dense=call.unused != "none")
+            sums = adding.finish(call.unused)
             filled = {call.leaves[at].kind for at in sums}
-            if any([resident.gradients.sums[call.leaves[at].tensor].chunks for at in self._kept]):
+            if any([one.chunks for one in self._kept.values()]):
                 filled.add("parameter")
             zeros = call.unused == "zeros" and "parameter" in filled
-            for at in self._kept:  # of sparse ones the sum comes, and is added to what is kept
-                fill = zeros and at not in sums
-                PLAINLY(resident.gradients.stand_in, (), (call.leaves[at].tensor, fill))
-        return call.settle(sums, self._needed - self._kept, filled)
+            for at, one in self._kept.items():
+                # Of sparse ones the sum comes, and is added to what is kept.
+                if resident is not None and (one.chunks or (zeros and at not in sums)):
+                    PLAINLY(resident.gradients.stand_in, (), (one,))
+        return call.settle(sums, self._needed - self._kept.keys(), filled)
 
     def derive(self, pinned: Sequence[GraphHandle]) -> list[Tensor | None]:
         """Higher order: the same trip, with results that can be differentiated again. The handles
@@ -315,13 +320,13 @@ class Backward:
         handle = GraphHandle([*self._graphs.values()], [*dict.fromkeys(pinned)])
         rows: dict[int, list[Tensor]] = {}
         places: list[tuple[int, int, int]] = []
-        with call.executor.trip():
+        with call.executor.replica_set.trip():
             for (i, given), answer in zip(self._given.items(), self._run(), strict=True):
                 part, row, begin = call.parts[i], rows.setdefault(i, []), len(leaves)
                 leaves += [Leaf(grad, "input") for _, found in given for _, grad in found]
                 inputs = range(begin, len(leaves))
                 derived.parts[i] = part._replace(graph=self._graphs[i], leaves=[], inputs=inputs)
-                found = [grad for grads in answer.value for grad in grads]
+                found = [grad for grads in answer.rows for grad in grads]
                 for leaf, grad in zip(part.all, found, strict=True):
                     if grad is not None and leaf is not None:
                         places.append((leaf, i, len(row)))
@@ -336,7 +341,7 @@ class Backward:
     def _run(self, sums: Sums | None = None) -> list[Answer]:
         """Make one trip; what adds gradients takes them as they come."""
         call, executor = self._call, self._call.executor
-        layers = [] if call.group is None else groups.of_layers(executor, call.group)
+        layers = [] if call.group is None else groups.of_layers(executor.dispatcher, call.group)
         summing = [] if self._kept or self._graphs else self._summing()
         trips = self._trips(layers or summing, SUMMED if summing else SENT)
         flight = Flight(trips, bool(layers or summing), bool(layers), None if summing else sums)
@@ -349,13 +354,13 @@ class Backward:
         executor.replica_set.recorder.totals.backwards += 1
         for trip, answer in zip(trips, answers, strict=True):
             if trip.part.terms.first and answer.writes.slots:
-                trip.part.master.write_back(answer.writes, False, trip.part.mark)
+                trip.part.master.write_back(answer.writes, trip.part.mark)
         executor.dispatcher.effects(flight, answers)
         for trip, answer in zip(trips, answers, strict=True):
             if trip.kept is not None:
                 rows = zip(trip.part.all, answer.reached, strict=True)
-                stays = [call.leaves[at].tensor for at, there in rows if there and at is not None]
-                trip.part.master.resident.gradients.note(trip.kept, trip.life, stays, trip)
+                stays = [self._kept[at] for at, there in rows if there and at is not None]
+                trip.kept.note(trip, trip.life, stays)
         return answers
 
     def _trips(self, seats: Sequence[ExchangeRequest], plain: int) -> list[_Trip]:
@@ -376,9 +381,8 @@ class Backward:
         trips = []
         for i, given in self._given.items():
             part, makes = call.parts[i], self._graphs.get(i)
-            for at in self._kept:
-                has = i in part.master.resident.gradients.sums[call.leaves[at].tensor].chunks
-                fates[at] = ADDED if has else KEPT
+            for at, one in self._kept.items():
+                fates[at] = ADDED if i in one.chunks else KEPT
             try:
                 # One object may stand here twice: both summands of ``a + b`` get the same gradient.
                 row = [grad for _, found in given for _, grad in found]
@@ -404,6 +408,8 @@ class Backward:
             trip.makes = makes
             if makes is not None and call.group is None:
                 makes.recipe = [trip]
+            if self._gradients is not None and max(request.needed, default=SENT) >= KEPT:
+                trip.keep(self._gradients.of(i))
             trips.append(trip)
         return trips
 
@@ -420,7 +426,7 @@ class Backward:
             wanted = [call.leaves[at] for at in self._needed]
             return sum([leaf.nbytes for leaf, kind in wanted if kind == "parameter"])
 
-        return groups.direct(call.executor, [part.slot for part in parts], size)
+        return groups.direct(call.executor.dispatcher, [part.slot for part in parts], size)
 
     def _all_summed(self, trips: Sequence[_Trip], answers: list[Answer], root: int) -> list[Answer]:
         """See to it that the root has the sums of all, or that each has its own gradients."""
@@ -443,20 +449,22 @@ class _Trip(Call):
     """One chunk's backward, from the outputs of these graphs that have gradients."""
 
     def __init__(self, part: Part, graphs: Sequence[RemoteGraph], request: BackwardRequest) -> None:
-        super().__init__(part.slot, "backward", request, part.master)
+        super().__init__(part.slot, "backward", master=part.master)
         self.needs = [part.graph, *[graph for graph in graphs if graph is not part.graph]]
         self.kept: Kept | None = None
         self.life = 0  # of the replica that keeps gradients
-        if max(request.needed, default=SENT) >= KEPT:
-            self.recipes = {graph: graph.recipe for graph in self.needs}
-            self.kept = part.master.resident.gradients.of(part.terms.chunk)
-            self.needs.insert(0, self.kept)
-        self.part = part
+        self.part, self._request = part, request
         self._versions = versions_of(request.grads)
+
+    def keep(self, kept: Kept) -> None:
+        """Let gradients stay in the replica, with what the chunk has kept so far."""
+        self.recipes = {graph: graph.recipe for graph in self.needs}
+        self.kept = kept
+        self.needs = [kept, *self.needs]
 
     def request(self, slot: ReplicaSlot, attempt: int) -> BackwardRequest:
         """Return the request; after the first attempt the driver sums."""
-        request: BackwardRequest = self.message
+        request = self._request
         if self.kept is not None:  # until all chunks' are noted: one that failed adds nothing
             self.life, self.kept.life = slot.life, -1
         if attempt and SUMMED in request.needed:
@@ -468,5 +476,5 @@ class _Trip(Call):
 
     def changed(self) -> str | None:
         """Refuse to run again with other gradients."""
-        same = versions_of(self.message.grads) == self._versions
+        same = versions_of(self._request.grads) == self._versions
         return None if same else "a gradient that it was given was changed"

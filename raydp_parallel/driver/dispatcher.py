@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch import Tensor
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import OWN, Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
+from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver.gradients import Sums
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
@@ -38,6 +38,7 @@ from raydp_parallel.wire.messages import (
     Forget,
     ForwardRequest,
     ResumeRequest,
+    StateUpdate,
 )
 
 _CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ class Call:
 
     slot: ReplicaSlot  # that it is for
     phase: str  # the kind of call, for messages
-    message: Any = None  # the request, if it is the same for all replicas
+    message: object = None  # the request, if it is the same for all replicas
     master: Master | None = None
     needs: Sequence[RemoteGraph] = ()  # graphs that it needs, and what it adds to
     # Calls that make these again, also when torch has freed them.
@@ -130,13 +131,19 @@ class Pending:
         return here and (self.answer is not None or client.unsent == 0)
 
 
-def own(value: object) -> Any:
+def copied(answer: Answer) -> Answer:
     """Copy the tensors of an answer, so that it outlives the next request."""
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if not isinstance(value, (list, tuple)):
-        return value
-    return getattr(value, "_make", type(value))(map(own, value))
+    output, writes = answer.output, answer.writes
+    if output is not None:
+        output = output._replace(tensors=_copies(output.tensors))
+    writes = writes._replace(values=_copies(writes.values))
+    return answer._replace(output=output, rows=tuple(map(_copies, answer.rows)), writes=writes)
+
+
+def _copies(row: Sequence[Tensor | None]) -> Row:
+    return Row(
+        [t if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in row]
+    )
 
 
 @dataclass
@@ -188,6 +195,7 @@ class Dispatcher:
     def __init__(self, replica_set: ReplicaSet) -> None:
         self.replica_set = replica_set
         self.groups: dict[object, Group] = {}  # in which they exchange tensors, by their members
+        self.failed_joins = 0  # how often they could not join one that uses NCCL
         self.owed: dict[ReplicaSlot, Pending] = {}  # requests without an answer, of each the last
 
     def start(self, flight: Flight) -> Flight:
@@ -229,7 +237,7 @@ class Dispatcher:
             while True:
                 if flight.grouped:
                     waiting = [flight.sent.get(i) for i in chunks if i not in answers]
-                    self.wait_or_leave(waiting, self.leave, self.replica_set.options.call_timeout)
+                    self.wait_or_leave(waiting, self.leave)
                 # Answers are taken in the order of chunks; the slowest one decides anyway.
                 died = ""
                 for i in [*flight.sent]:
@@ -242,8 +250,8 @@ class Dispatcher:
                     while taking is not None and flight.taken in answers:
                         taking.take(flight.taken, answers[flight.taken])
                         # What it still has would hold its memory.
-                        rest = answers[flight.taken]._replace(value=None)
-                        answers[flight.taken] = own(rest) if rest.writes.slots else rest
+                        rest = answers[flight.taken]._replace(rows=())
+                        answers[flight.taken] = copied(rest) if rest.writes.slots else rest
                         flight.taken += 1
                 if died and flight.together:
                     raise ReplicaDied(
@@ -255,9 +263,9 @@ class Dispatcher:
                 if flight.grouped:
                     self.leave()
                 # The windows that hold earlier answers are about to be used again.
-                answers.update({i: own(answer) for i, answer in answers.items()})
+                answers.update({i: copied(answer) for i, answer in answers.items()})
                 if taking is not None:
-                    taking.own()
+                    taking.keep()
                 flight.attempt += 1
                 self.start(flight)
         except BaseException:  # some may wait for others
@@ -286,12 +294,14 @@ class Dispatcher:
             self.groups.popitem()[1].close()
 
     def wait_or_leave(
-        self, sent: Sequence[Pending | None], leave: Callable[[], None], seconds: float | None
+        self, sent: Sequence[Pending | None], leave: Callable[[], None], limit: float | None = None
     ) -> None:
         """Wait until the members of a group have answered. If one of them dies, or was not reached,
-        or they take longer, let the others leave: they may wait for it.
+        or they take longer than the limit, by default that of calls, let the others leave: they may
+        wait for it.
         """
-        until = time.monotonic() + (seconds or math.inf)
+        limit = limit or self.replica_set.options.call_timeout or math.inf
+        until = time.monotonic() + limit
         waited = [one for one in sent if one is not None and one.answer is None and one.lives]
         while not all([one.slot.client.ready(_LOOK / len(waited)) for one in waited]):
             lives = [one is not None and one.lives for one in sent]
@@ -425,7 +435,21 @@ class Dispatcher:
         """
         pending = self.owed.get(slot)
         if pending is not None and (answer := self.receive(pending)) is not None:
-            pending.answer = own(answer)
+            pending.answer = copied(answer)
+
+    def update(
+        self, master: Master, slot: ReplicaSlot, weights: dict[int, Tensor] | None = None
+    ) -> StateUpdate | None:
+        """Collect what a slot's replica lacks of a model, with weights in the place of its own."""
+        self.settle(slot)  # it may say that it lacks all
+        client = slot.client
+        maps = client.hello.near and client.hello.device == "cpu"  # this machine's own memory
+        shared = client.hello.near and (client.link != "ipc" or master.home.type == "cpu")
+        if shared and master.behind(maps):  # see [Note: who reads a run]
+            for other in self.replica_set.ready():
+                self.settle(other)
+        revision = slot.revisions.get(master.number, 0)
+        return master.update_from(revision, maps, shared, weights)
 
     def remake(
         self, graph: RemoteGraph, slot: ReplicaSlot, phase: str, recipe: list[Call] | None = None

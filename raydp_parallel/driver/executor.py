@@ -7,11 +7,10 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import end_all
@@ -19,14 +18,13 @@ from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call, Dispatcher
 from raydp_parallel.driver.reporter import Reporter
+from raydp_parallel.driver.resident import Trainable
 from raydp_parallel.errors import forked, log
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state import sources
-from raydp_parallel.state.mirror import Master
-from raydp_parallel.state.sources import Sources
-from raydp_parallel.wire.messages import Forget, StateUpdate
+from raydp_parallel.wire.messages import Forget, Sources
 
 
 class Executor(contextlib.AbstractContextManager["Executor"]):
@@ -52,9 +50,8 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         self.device_ids = [] if device_ids == () else normalize(device_ids, self.options)
         self.replica_set = ReplicaSet(self.options, self.options.name or ray_api.program())
         self.dispatcher = Dispatcher(self.replica_set)
-        self.failed_joins = 0  # how often they could not join one that uses NCCL
         self.keys = itertools.count(1)  # numbers for models and graphs
-        self._masters: dict[int, Master] = {}
+        self._masters: dict[int, Trainable] = {}
         # The lives of slots and the sources, as models that are trained were last saved.
         self._saved: tuple[list[int], Sources] | None = None
         self._reporter: Reporter | None = None
@@ -75,23 +72,11 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         """True after `close`."""
         return self.replica_set.closed
 
-    @contextlib.contextmanager
-    def trip(self) -> Iterator[None]:
-        """Hold the lock, outside of the caller's inference mode: windows, copies, sums and states
-        that are made on the way serve later calls, and torch lets nobody write to tensors of that
-        mode outside of it. Outputs, which are the caller's, are made outside of the block.
-        """
-        if self.replica_set.forked:
-            raise forked()
-        grad = torch.is_grad_enabled()  # which torch enables with the mode's end
-        with self.replica_set.lock, torch.inference_mode(False), torch.set_grad_enabled(grad):
-            yield
-
     def slots(self, device_ids: Sequence[DeviceId]) -> list[ReplicaSlot]:
         """Return the slots for devices. Where a replica died, another stands in until its successor
         is there.
         """
-        with exceptions.ShortTraceback(), self.trip():  # a trial of windows, perhaps
+        with exceptions.ShortTraceback(), self.replica_set.trip():  # a trial of windows, perhaps
             found = self.replica_set.slots_for(device_ids)
             # One died, or all may have to be replaced by such as load the sources of now.
             now = [slot.life for slot in self.replica_set.slots.values()], sources.current()
@@ -104,28 +89,14 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             self._reporter = Reporter(self.replica_set, weakref.WeakMethod(self.stats))
         return found
 
-    def master(self, module: nn.Module) -> Master:
+    def master(self, module: nn.Module) -> Trainable:
         """Return the driver's side of a module, which all its wrappers share."""
         found = self._masters.get(id(module))
         if found is None or found.structure.module() is None:
-            found = self._masters[id(module)] = Master(module, next(self.keys))
+            found = self._masters[id(module)] = Trainable(module, next(self.keys))
             drop = weakref.finalize(module, _drop, weakref.ref(self), id(module), found.number)
             drop.atexit = False
         return found
-
-    def update(
-        self, master: Master, slot: ReplicaSlot, weights: dict[int, Tensor] | None = None
-    ) -> StateUpdate | None:
-        """Collect what a slot's replica lacks of a model, with weights in the place of its own."""
-        self.dispatcher.settle(slot)  # it may say that it lacks all
-        client = slot.client
-        maps = client.hello.near and client.hello.device == "cpu"  # this machine's own memory
-        shared = client.hello.near and (client.link != "ipc" or master.home.type == "cpu")
-        if shared and master.behind(maps):  # see [Note: who reads a run]
-            for other in self.replica_set.ready():
-                self.dispatcher.settle(other)
-        revision = slot.revisions.get(master.number, 0)
-        return master.update_from(revision, maps, shared, weights)
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """Describe the replicas, one entry per device."""
@@ -152,9 +123,8 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         Returns:
             How many joined.
         """
-        seconds = self.options.placement_timeout if timeout is None else timeout
-        with self.trip():
-            joined = self.replica_set.grow(seconds)
+        with self.replica_set.trip():
+            joined = self.replica_set.grow(timeout)
         if self._every:
             more = [k for k in all_gpus(self.options) if k not in self.device_ids]
             self.slots(more)
@@ -166,10 +136,10 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         """Tell the replicas now what the driver released; returns how many models and graphs each
         still holds.
         """
-        with self.trip():
+        with self.replica_set.trip():
             calls = [Call(slot, "flush", Forget(())) for slot in self.replica_set.ready()]
             answers = [*map(self.dispatcher.ask, calls)]
-            return [answer.value for answer in answers if answer is not None]
+            return [answer.held for answer in answers if answer is not None]
 
     def close(self) -> None:
         """End the replicas. Their graphs are lost, what the driver holds is not. Trained weights
@@ -187,9 +157,10 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             log.warning("closing an executor: a call of another thread does not end, and is ended")
             end_all([slot.client for slot in self.replica_set.ready()])
         for master in [*self._masters.values()] if free else ():
-            for _ in range(2 if master.resident is not None and not self.closed else 0):
+            for _ in range(0 if self.closed else 2):
                 try:
-                    master.resident.leave(master.trained.keys())
+                    if master.resident is not None:
+                        master.resident.leave(master.trained.keys())
                     break
                 except Exception as error:  # of the last step, perhaps, which comes once
                     log.warning("closing an executor that trains: %s", error)

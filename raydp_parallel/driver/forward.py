@@ -24,14 +24,15 @@ from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers
 from raydp_parallel.driver.loss import LossCall
+from raydp_parallel.driver.resident import Trainable
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state import sources
-from raydp_parallel.state.mirror import Leaf, Master
+from raydp_parallel.state.mirror import Leaf
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire import pickling
-from raydp_parallel.wire.codec import parcel
+from raydp_parallel.wire.codec import Parcel, parcel
 from raydp_parallel.wire.messages import (
     Answer,
     ExchangeRequest,
@@ -75,7 +76,7 @@ class ForwardCall(Call):
     """The forward of one chunk, and of its graph again after a death."""
 
     def __init__(
-        self, settings: _Settings, terms: Terms, master: Master, given: ForwardChunk
+        self, settings: _Settings, terms: Terms, master: Trainable, given: ForwardChunk
     ) -> None:
         super().__init__(given.slot, "forward", master=master)
         self.settings, self.terms, self.model, self.given = settings, terms, master, given
@@ -122,7 +123,7 @@ class ForwardCall(Call):
         executor, master = self.settings.executor, self.model
         if master.resident is not None:
             master.resident.weights.ready(slot)
-        self._update = executor.update(master, slot)
+        self._update = executor.dispatcher.update(master, slot)
         for number, ref in self.refs.items():
             slot.client.deliver(number, ref)
 
@@ -163,9 +164,11 @@ class ForwardCall(Call):
         assert self._before is not None
         master, (revision, steps, versions, leaves) = self.model, self._before
         trained = None if master.resident is None else master.resident.weights
-        # A step on its way was made before all that the program has done since.
-        looks = trained is None or trained.coming is None
-        what = master.changed_since(revision, self.overlay or (), looks)
+        if trained is None or trained.coming is None:
+            master.sync()
+        else:  # a step on its way was made before all that the program has done since
+            master.look_at_tensors()
+        what = master.changed_since(revision, self.overlay or ())
         if what is None and [id(o.tensor) for o in leaves] != [id(o.tensor) for o in master.leaves]:
             what = "the requires_grad of a parameter"
         if what is None and versions_of(self._arguments.tensors) != versions:
@@ -216,7 +219,7 @@ def start(
     """
     ambient.refuse_transforms()
     context = ambient.capture()
-    with executor.trip():
+    with executor.replica_set.trip():
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
@@ -235,16 +238,17 @@ def start(
         together = groups.have_layers([given.module for given in chunks], slots)
         while True:
             for master in masters:
-                if master.resident is not None:
-                    master.resident.collect()
+                resident = master.resident
+                if resident is not None:
+                    resident.collect()
                 master.sync()  # [2] look
-                if master.edited:
-                    master.resident.recall()
-            seats = groups.of_layers(executor, slots) if together else ()
+                if resident is not None and master.edited:
+                    resident.recall()
+            seats = groups.of_layers(executor.dispatcher, slots) if together else ()
             spread: Sequence[ExchangeRequest] = ()
             if len(masters) == 1:
-                known = [slot.revisions for slot in slots]
-                spread = groups.direct(executor, slots, partial(masters[0].lacking, known))
+                lacking = partial(masters[0].lacking, [slot.revisions for slot in slots])
+                spread = groups.direct(executor.dispatcher, slots, lacking)
             for i, call in enumerate(calls):
                 call.begin(seats[i] if seats else None, spread[i] if spread else None)
             handle = GraphHandle([call.makes for call in calls if call.makes is not None])
@@ -277,34 +281,36 @@ class Forward:
         """
         executor = self.settings.executor
         with executor.replica_set.lock:  # answers lie in windows until their outputs are taken
-            with executor.trip():
+            with executor.replica_set.trip():
                 answers = executor.dispatcher.finish(self.flight)  # [7] wait
                 # The weights have arrived: who fails now has left no group, but for layers'.
                 self.flight.grouped = self.flight.together
                 executor.replica_set.recorder.totals.forwards += 1
+                models = {call.model for call in self.calls if call.makes is not None}
+                overlays = {model: model.overlay() for model in models}
+                for call in self.calls:
+                    call.overlay = overlays.get(call.model)
                 # Also where another chunk raises: upstream's replica 0 wrote to the master itself
                 # (row R6).
-                written: dict[Master, dict[int, Tensor]] = {}
                 for call, answer in zip(self.calls, answers, strict=True):
                     if call.terms.first and answer.writes.slots:  # [8] effects
-                        keep, master = call.makes is not None, call.model
-                        written[master] = master.write_back(answer.writes, keep)
-                for call in self.calls:
-                    call.overlay = call.model.overlay(written.get(call.model, {}))
+                        call.model.write_back(answer.writes)
                 executor.dispatcher.effects(self.flight, answers)
-            rows: list[list[Tensor]] = []
+            outputs: list[Parcel] = []
             lend = lend and not batch.registered
             for call, answer in zip(self.calls, answers, strict=True):
                 home, row = call.model.home, []
-                for t in answer.value.tensors:
+                assert answer.output is not None
+                for t in answer.output.tensors:
                     mine = t.detach().to(home)
                     if not (lend and answer.anew) and mine.device == t.device:
                         mine = mine.clone()
                     row.append(mine.requires_grad_(t.requires_grad and call.makes is not None))
-                rows.append(row)
+                outputs.append(answer.output._replace(tensors=row))
+            rows = [output.tensors for output in outputs]
             if any(t.requires_grad for row in rows for t in row):
                 self._attach(answers, rows)
-            return [answer.value.load(row) for answer, row in zip(answers, rows, strict=True)]
+            return [output.load() for output in outputs]
 
     def _attach(self, answers: Sequence[Answer], rows: list[list[Tensor]]) -> None:
         """Make the outputs part of torch's graph."""
@@ -321,7 +327,8 @@ class Forward:
             return known[key] if there else None
 
         marks = {master: master.mark() for master in {call.model for call in self.calls}}
-        alike: dict[tuple[Master, bool, bytes], Numbers] = {}  # where chunks reach the same leaves
+        # Where chunks reach the same leaves.
+        alike: dict[tuple[Trainable, bool, bytes], Numbers] = {}
         parts: dict[int, Part] = {}
         for call, answer, row in zip(self.calls, answers, rows, strict=True):
             if call.makes is None or not any(t.requires_grad for t in row):

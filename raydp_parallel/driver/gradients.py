@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.devices.memory import is_used
+from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.mirror import Leaf, Master
 from raydp_parallel.wire.messages import Answer
 
@@ -68,7 +69,7 @@ class Sums:
         """Add a chunk's gradients, in memory that is only lent."""
         if answer.failure is not None:
             return
-        (row, inputs), (numbers, others) = answer.value, self._chunks[at]
+        (row, inputs), (numbers, others) = answer.rows, self._chunks[at]
         layout, alike = row.layout, False
         if self._first is not None:  # a layout is one object for all rows of equal specs
             first, its = self._first
@@ -87,7 +88,7 @@ class Sums:
             self._add_apart(row, numbers)
         self._add_apart(inputs, others)
 
-    def own(self) -> None:
+    def keep(self) -> None:
         """Copy what is only lent, before a replica writes there."""
         if self._lent:
             into = _memory(self._master, self._run.numel(), self._run.device)
@@ -96,7 +97,7 @@ class Sums:
     def _take_apart(self) -> None:
         if self._first is None:
             return
-        self.own()
+        self.keep()
         (row, numbers), self._first = self._first, None
         assert row.layout is not None
         there = [at for at, grad in zip(numbers, row, strict=True) if grad is not None]
@@ -118,15 +119,12 @@ class Sums:
                 total, grad = grad, total
             self._sums[at] = torch.add(total, grad)
 
-    def finish(self, dense: bool) -> dict[int, Tensor]:
-        """Return the sums by leaf.
-
-        Args:
-            dense: True if a sparse sum to which not all chunks gave is dense, as the zeros are that
-                the others would have given (row B5).
+    def finish(self, unused: UnusedGrads) -> dict[int, Tensor]:
+        """Return the sums by leaf. A sparse one to which not all chunks gave is dense, as the zeros
+        are that the others would have given (row B5).
         """
         self._take_apart()
-        for at, given in self._given.items() if dense else ():
+        for at, given in self._given.items() if unused == "zeros" else ():
             total, leaf = self._sums[at], self._leaves[at].tensor
             if total.layout is not torch.strided and leaf.layout is torch.strided:
                 rows = [(*numbers, *others) for numbers, others in self._chunks]

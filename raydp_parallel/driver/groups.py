@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.driver.dispatcher import Call, Group
-from raydp_parallel.driver.executor import Executor
+from raydp_parallel.driver.dispatcher import Call, Dispatcher, Group
 from raydp_parallel.errors import log
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.wire.messages import ExchangeRequest
@@ -47,38 +46,38 @@ def have_layers(chunks: Sequence[nn.Module], slots: Sequence[ReplicaSlot]) -> bo
     return True
 
 
-def of_layers(executor: Executor, slots: Sequence[ReplicaSlot]) -> list[ExchangeRequest]:
+def of_layers(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> list[ExchangeRequest]:
     """Return the seats of replicas whose layers exchange tensors. None may be missing."""
     if not all(slot.ready for slot in slots):
-        executor.replica_set.grow(executor.options.placement_timeout)
-    return [seat._replace(layers=True) for seat in join(executor, slots).seats]
+        dispatcher.replica_set.grow()
+    return [seat._replace(layers=True) for seat in join(dispatcher, slots).seats]
 
 
 def direct(
-    executor: Executor, slots: Sequence[ReplicaSlot], size: Callable[[], int]
+    dispatcher: Dispatcher, slots: Sequence[ReplicaSlot], size: Callable[[], int]
 ) -> list[ExchangeRequest]:
     """Return the seats in a group in which tensors of some size go from GPU to GPU; none if there
     is no NCCL, or they are small.
     """
-    if not _may_use_nccl(executor, slots) or size() < _LEAST:
+    if not _may_use_nccl(dispatcher, slots) or size() < _LEAST:
         return []
-    group = join(executor, slots)
+    group = join(dispatcher, slots)
     return group.seats if group.nccl else []
 
 
-def join(executor: Executor, slots: Sequence[ReplicaSlot]) -> Group:
+def join(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> Group:
     """Return the group of all replicas that these slots have now."""
     key = tuple([(slot.index, slot.life) for slot in slots])
-    known = executor.dispatcher.groups
+    known = dispatcher.groups
     if key in known:
         return known[key]
     if len(known) >= _MOST_GROUPS:
-        executor.dispatcher.leave()
-    patience = executor.options.call_timeout or _PATIENCE
-    for nccl in (True, False) if _may_use_nccl(executor, slots) else (False,):
+        dispatcher.leave()
+    patience = dispatcher.replica_set.options.call_timeout or _PATIENCE
+    for nccl in (True, False) if _may_use_nccl(dispatcher, slots) else (False,):
         group = Group(slots, patience, nccl)
         try:
-            if _join(executor, slots, group):
+            if _join(dispatcher, slots, group):
                 known[key] = group
                 break
         finally:
@@ -87,7 +86,7 @@ def join(executor: Executor, slots: Sequence[ReplicaSlot]) -> Group:
     return group  # if they did not find each other, who uses it finds out
 
 
-def _may_use_nccl(executor: Executor, slots: Sequence[ReplicaSlot]) -> bool:
+def _may_use_nccl(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> bool:
     """Tell if these are all GPUs of the executor, each a whole card: NCCL takes gigabytes for each
     set of them, and refuses a second part of one card.
     """
@@ -95,26 +94,24 @@ def _may_use_nccl(executor: Executor, slots: Sequence[ReplicaSlot]) -> bool:
     gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if hello.gpu}
     if not 1 < len(gpus) == len(slots) or any("MIG" in hello.gpu for hello in hellos):
         return False
-    everyone = {slot for slot in executor.replica_set.ready() if slot.client.hello.gpu}
-    enough = executor.failed_joins < _MOST_JOINS and "nccl" in executor.options.ways
-    return enough and {*slots} == everyone
+    everyone = {slot for slot in dispatcher.replica_set.ready() if slot.client.hello.gpu}
+    ways = dispatcher.replica_set.options.ways
+    return dispatcher.failed_joins < _MOST_JOINS and "nccl" in ways and {*slots} == everyone
 
 
-def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: Group) -> bool:
+def _join(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot], group: Group) -> bool:
     """Let replicas join a group, and try NCCL, if it uses that; tell if it works."""
-    begun, dispatcher = time.monotonic(), executor.dispatcher
-    sent = []
+    begun, sent = time.monotonic(), []
     for slot, seat in zip(slots, group.seats, strict=True):
         seat = seat._replace(address=group.address)
         sent.append(dispatcher.send(slot, Call(slot, "join", seat)))
-    limit = executor.replica_set.options.call_timeout
-    dispatcher.wait_or_leave(sent, group.close, _TRIAL if group.nccl else limit)
+    dispatcher.wait_or_leave(sent, group.close, _TRIAL if group.nccl else None)
     problem, died, late, until = "", "", "", time.monotonic() + _GRACE
     for slot, pending in zip(slots, sent, strict=True):
         left = max(0.0, until - time.monotonic())
         if group.nccl and pending.gone is None and not slot.client.ready(left):
             problem = f"{slot} hangs in NCCL. {_REMEDY}"
-            executor.replica_set.lost(slot, pending.life, "join", problem)
+            dispatcher.replica_set.lost(slot, pending.life, "join", problem)
             dispatcher.receive(pending)
         elif (answer := dispatcher.receive(pending)) is None:
             died = f"{slot} died"
@@ -124,8 +121,8 @@ def _join(executor: Executor, slots: Sequence[ReplicaSlot], group: Group) -> boo
             problem = answer.failure.text.splitlines()[-1]
     why = died or problem or late  # a death may be why another one hangs
     if group.nccl and why:
-        executor.failed_joins += 1 if why == died else _MOST_JOINS
-        again = executor.failed_joins < _MOST_JOINS
+        dispatcher.failed_joins += 1 if why == died else _MOST_JOINS
+        again = dispatcher.failed_joins < _MOST_JOINS
         log.warning("NCCL is left out%s: %s", " for now" * again, why)
     elif group.nccl:
         text = "weights and gradients of %d GPUs go by NCCL (tried in %.1f s)"

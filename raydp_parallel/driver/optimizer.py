@@ -43,7 +43,7 @@ def make(
     executor.slots(ids)
     master = executor.master(module)
     if master.resident is None:
-        master.resident = Resident(executor, master, ids)
+        master.resident = Resident(executor.dispatcher, master, ids)
     named = {"kind": kind, "__module__": kind.__module__}
     made: Any = type(kind.__name__, (InReplicas, kind), named)
     found: InReplicas = made(params, **keywords)

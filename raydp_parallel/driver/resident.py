@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient, threads
+from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver import groups
-from raydp_parallel.driver.dispatcher import Call, Pending, own
-from raydp_parallel.driver.executor import Executor
+from raydp_parallel.driver.dispatcher import Call, Dispatcher, Pending, copied
 from raydp_parallel.driver.optimizer_state import OptimizerState, States
 from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
 from raydp_parallel.driver.resident_gradients import Gradients, Sum
@@ -36,7 +36,7 @@ from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY, Lagging
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.state.run import seen
-from raydp_parallel.wire.codec import parcel
+from raydp_parallel.wire.codec import Parcel, parcel
 from raydp_parallel.wire.messages import (
     ExchangeRequest,
     ResumeRequest,
@@ -53,6 +53,7 @@ class _Plan:
 
     step: StepRequest  # but for what follows from the replicas that live as it is sent
     sums: list[Sum]  # that it sums
+    grouped: bool = False  # members exchange tensors
     calls: list[Call] = field(default_factory=list)  # one for each member
     sent: list[Pending | None] = field(default_factory=list)  # None where the replica was gone
 
@@ -62,8 +63,8 @@ class Weights:
     its gradients, and fetches the weights when they are used.
     """
 
-    def __init__(self, executor: Executor, master: Master, source: Resident) -> None:
-        self._executor, self._master, self._gradients = executor, master, source.gradients
+    def __init__(self, dispatcher: Dispatcher, master: Master, source: Resident) -> None:
+        self._dispatcher, self._master, self._gradients = dispatcher, master, source.gradients
         self.optimizers: dict[int, OptimizerState] = {}
         self.steps = self._at = self._states_at = 0  # made, and those that the driver's copies have
         self.coming: _Plan | None = None  # the step on its way
@@ -93,7 +94,7 @@ class Weights:
             weights: dict[int, Tensor] | None = None
             states: dict[int, States] = {}
             if self.lacking:
-                weights, states = self._snapshot(True, True)
+                weights, states = self._weights(), self._states()
             elif self.held.get(slot, (*now, 0))[:2] != now:  # its weights are those of other steps
                 slot.revisions.pop(master.number, None)
             optimizers = {}
@@ -101,9 +102,9 @@ class Weights:
                 groups, state = states.get(number) or one.described(master)
                 optimizers[number] = one.kind, one.keywords, groups, state
             value = parcel(optimizers, "optimizer")
-            update = self._executor.update(master, slot, weights)
+            update = self._dispatcher.update(master, slot, weights)
             request = ResumeRequest(master.number, update, master.stepped(), value)
-            if self._executor.dispatcher.ask(Call(slot, "resume", request, master)) is not None:
+            if self._dispatcher.ask(Call(slot, "resume", request, master)) is not None:
                 self.held[slot] = *now, self.recalls
 
     def current(self, slot: ReplicaSlot) -> bool:
@@ -113,14 +114,23 @@ class Weights:
         now = slot.life, self.steps, self.recalls
         return self._master.number in slot.revisions and self.held.get(slot) == now
 
-    def _snapshot(self, weights: bool, states: bool) -> tuple[dict[int, Tensor], dict[int, States]]:
-        """Fetch what a replica has that has made all steps; valid until it is called again."""
+    def _weights(self) -> dict[int, Tensor]:
+        request = SnapshotRequest(self._master.number, optimizers=False)
+        found: dict[int, Tensor] = self._snapshot(request).load()
+        return found
+
+    def _states(self) -> dict[int, States]:
+        request = SnapshotRequest(self._master.number, optimizers=True)
+        found: dict[int, States] = self._snapshot(request).load()
+        return found
+
+    def _snapshot(self, request: SnapshotRequest) -> Parcel:
+        """Fetch what a replica has that has made all steps."""
         while True:
-            request = SnapshotRequest(self._master.number, weights, states)
-            answer = self._executor.dispatcher.ask(Call(self.source(), "step", request))
-            if answer is not None:
-                found: tuple[dict[int, Tensor], dict[int, States]] = own(answer).value.load()
-                return found
+            answer = self._dispatcher.ask(Call(self.source(), "step", request))
+            output = None if answer is None else copied(answer).output
+            if output is not None:
+                return output
 
     def source(self) -> ReplicaSlot:
         """Return the slot of a replica that has made all steps."""
@@ -140,36 +150,38 @@ class Weights:
 
     # The driver's copy.
 
-    def pull(self, states: bool) -> None:
-        """Bring the driver's weights up to date, and its optimizers with ``states``."""
-        weights = self._at < self.steps
-        states = states and self._states_at < self.steps
-        if weights or states:
-            found, optimizers = self._snapshot(weights, states)
-            PLAINLY(self._master.take, (), (found,))
+    def pull(self) -> None:
+        """Bring the driver's weights up to date."""
+        if self._at < self.steps:
+            PLAINLY(self._master.take, (), (self._weights(),))
             self._at = self.steps
-            for number, (groups_, state) in optimizers.items():
-                self.optimizers[number].arrive(groups_, state)
-            self._states_at = self.steps if states else self._states_at
         self._master.catch_up()
+
+    def pull_states(self) -> None:
+        """Bring the driver's optimizers up to date."""
+        if self._states_at < self.steps:
+            for number, (groups_, state) in self._states().items():
+                self.optimizers[number].arrive(groups_, state)
+            self._states_at = self.steps
 
 
 class Resident:
     """Trains one model in the replicas of some devices."""
 
-    def __init__(self, executor: Executor, master: Master, ids: Sequence[DeviceId]) -> None:
-        self._executor, self._master, self._ids = executor, master, ids
+    def __init__(self, dispatcher: Dispatcher, master: Master, ids: Sequence[DeviceId]) -> None:
+        self._dispatcher, self._master, self._ids = dispatcher, master, ids
+        self._set = dispatcher.replica_set
         own = weakref.proxy(self)
-        self.gradients = Gradients(executor, master, lambda stand: own.fetch(stand))
-        self.weights = Weights(executor, master, self)
+        self.gradients = Gradients(dispatcher, master, lambda stand: own.fetch(stand))
+        self.weights = Weights(dispatcher, master, self)
         self._error: Exception | None = None  # that came in the call of another model
 
     # Coming and going.
 
     def add(self, optimizer: OptimizerState) -> None:
         """Begin to train an optimizer's parameters, or all anew if it changed."""
-        with self._executor.trip():
-            self.pull(states=True)
+        with self._set.trip():
+            self.pull_all()
             master, optimizers = self._master, self.weights.optimizers
             master.sync()
             rows = optimizer.rows(master)
@@ -204,32 +216,39 @@ class Resident:
         wrong is said with the next call of this one.
         """
         try:
-            self.pull(states=True)
+            self.pull_all()
         except Exception as error:
             self._error = error
 
     def leave(self, slots: Collection[int]) -> None:
         """Bring all that only replicas have of parameters that leave."""
-        self.pull(states=True)
+        self.pull_all()
         self.gradients.leave(slots)
 
     @ambient.uncompiled
-    def pull(self, states: bool = False) -> None:
-        """Bring the driver's weights up to date, and its optimizers with ``states``."""
-        with self._executor.trip():
+    def pull(self) -> None:
+        """Bring the driver's weights up to date."""
+        with self._set.trip():
             self.collect()
-            self.weights.pull(states)
+            self.weights.pull()
+
+    @ambient.uncompiled
+    def pull_all(self) -> None:
+        """Bring the driver's weights, and its optimizers, up to date."""
+        with self._set.trip():
+            self.pull()
+            self.weights.pull_states()
 
     def recall(self) -> None:
         """Bring the driver up to date, which is what replicas get with the next call."""
-        with self._executor.trip():
-            self.pull(states=True)
+        with self._set.trip():
+            self.pull_all()
             self.weights.recalls += 1
             self._master.edited = False
 
     def fetch(self, stand: Stand) -> Tensor:
         """Bring all gradients to the driver, as who uses one uses all; returns the one's value."""
-        with self._executor.trip():
+        with self._set.trip():
             self.collect()
             self.gradients.fetch(self.gradients.sums.values())
         if stand.known is None:
@@ -245,7 +264,7 @@ class Resident:
 
     def step(self, optimizer: OptimizerState) -> None:
         """Let the replicas make a step, which is not waited for."""
-        with self._executor.trip():
+        with self._set.trip():
             self._prepare(optimizer)
             if not self.weights.behind:
                 self._master.sync()
@@ -264,7 +283,7 @@ class Resident:
         self, optimizer: OptimizerState, most: float | None, norm_type: float, error: bool
     ) -> Tensor:
         """Return the norm of the gradients, which stay where they are; the step scales them."""
-        with self._executor.trip():
+        with self._set.trip():
             self._prepare(optimizer)
             plan = self._planned(optimizer, norm_type)
             own = [p.grad for p in optimizer.known if p.grad is not None]
@@ -278,9 +297,10 @@ class Resident:
                 return norm
             try:
                 self._send(plan)
-                norm = self._finish(plan).to(self._master.home, copy=True)
+                found: Tensor = self._finish(plan)[0]
+                norm = found.to(self._master.home, copy=True)
             except BaseException:  # nobody asks for it again, and members may wait for each other
-                self._executor.dispatcher.leave()
+                self._dispatcher.leave()
                 raise
             torch.nn.utils.get_total_norm([norm], norm_type, error)
             if most is not None:
@@ -319,15 +339,15 @@ class Resident:
 
     def _members(self) -> list[ReplicaSlot]:
         """Return the slots that step, in the order of devices."""
-        slots = self._executor.replica_set.slots_for(self._ids)
+        slots = self._set.slots_for(self._ids)
         found = [slot for slot in dict.fromkeys(slots) if slot.ready]
-        return found or [self._executor.replica_set.choose(slots[0], {})]
+        return found or [self._set.choose(slots[0], {})]
 
     def _send(self, plan: _Plan) -> None:
         """Send a step to all members."""
         if self.weights.lacking:
             self.weights.source()  # before a newcomer is waited for, which could only miss them
-        executor, slots = self._executor, self._members()
+        slots = self._members()
         for slot in slots:
             self.weights.ready(slot)
         sums, given = plan.sums, plan.step.given
@@ -336,7 +356,7 @@ class Resident:
             sums, given = [], {**given, **self.gradients.total(sums)}
         seats: Sequence[ExchangeRequest | None] = [None] * len(slots)
         if chunks and len(slots) > 1:
-            seats = groups.join(executor, slots).seats
+            seats = groups.join(self._dispatcher, slots).seats
         step = plan.step._replace(
             given=given,
             summed=tuple([one.slot for one in sums]),
@@ -344,9 +364,9 @@ class Resident:
             scale=sums[0].scale if chunks else None,
             sums=self.gradients.begun,
             number=self.weights.steps,
-            threads=executor.replica_set.threads(len(slots)),
+            threads=self._set.threads(len(slots)),
         )
-        plan.calls, plan.sent = [], []
+        plan.calls, plan.sent, plan.grouped = [], [], seats[0] is not None
         for slot, seat in zip(slots, seats, strict=True):
             plan.calls.append(Call(slot, "step", step._replace(exchange=seat)))
         if plan.step.norm is None:
@@ -356,7 +376,7 @@ class Resident:
     def _go_on(self, plan: _Plan) -> None:
         """Send what Ctrl-C has left to send: members wait for each other."""
         for call in plan.calls[len(plan.sent) :]:
-            dispatcher, slot = self._executor.dispatcher, call.slot
+            dispatcher, slot = self._dispatcher, call.slot
             pending = dispatcher.owed.get(slot)
             if pending is None or pending.call is not call:
                 current = self.weights.current(slot)
@@ -371,10 +391,9 @@ class Resident:
         if self.weights.coming is not None:
             self._finish(self.weights.coming)
 
-    def _finish(self, plan: _Plan) -> Tensor:
+    def _finish(self, plan: _Plan) -> Row:
         """Take the answers to a step; returns the norm, if that was asked for."""
-        weights, dispatcher = self.weights, self._executor.dispatcher
-        limit = self._executor.replica_set.options.call_timeout
+        weights, dispatcher = self.weights, self._dispatcher
         for attempt in range(_MOST_TRIES):
             if attempt:
                 try:
@@ -389,8 +408,8 @@ class Resident:
                         "and its gradients cannot be made again: repeat that step"
                     ) from error
             self._go_on(plan)
-            if plan.calls[0].message.exchange is not None:
-                dispatcher.wait_or_leave(plan.sent, dispatcher.leave, limit)
+            if plan.grouped:
+                dispatcher.wait_or_leave(plan.sent, dispatcher.leave)
             received = [(one, dispatcher.receive(one)) for one in plan.sent if one is not None]
             # One that is gone has stepped alone, as the last thing it did.
             answers = [(one, a) for one, a in received if a is not None and one.lives]
@@ -422,4 +441,10 @@ class Resident:
                 weights.ready(call.slot)  # at once, while somebody has the step
         for one, failure, _ in failed:
             exceptions.reraise(failure, str(one.slot))
-        return next(a.value for _, a in answers if a.failure is None)  # type: ignore[no-any-return]
+        return next(a.rows[0] for _, a in answers if a.failure is None)
+
+
+class Trainable(Master):
+    """A module in the driver, which replicas may train."""
+
+    resident: Resident | None

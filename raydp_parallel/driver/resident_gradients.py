@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
-from raydp_parallel.driver.executor import Executor
+from raydp_parallel.driver.dispatcher import Call, Dispatcher, Flight, RemoteGraph
 from raydp_parallel.driver.remote_grad import Fetch, RemoteGrad, Stand
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.state.mirror import Master
@@ -60,14 +59,24 @@ class Kept(RemoteGraph):
             self.recipe = []
         return self.recipe
 
+    def note(self, trip: Call, life: int, sums: Iterable[Sum]) -> None:
+        """Note to which sums a chunk's backward has added, and in which life of the slot; it makes
+        that again.
+        """
+        if self.recipe is not None:
+            self.recipe.append(trip)
+        for one in sums:
+            one.chunks.add(self.key)
+        self.life = life
+
 
 class Gradients:
     """The gradients of one model's parameters that replicas train. ``bring`` fetches what stands in
     ``.grad``.
     """
 
-    def __init__(self, executor: Executor, master: Master, bring: Fetch) -> None:
-        self._executor, self._master, self._bring = executor, master, bring
+    def __init__(self, dispatcher: Dispatcher, master: Master, bring: Fetch) -> None:
+        self._dispatcher, self._master, self._bring = dispatcher, master, bring
         self.sums: dict[Tensor, Sum] = {}  # by parameter: one that leaves takes its own along
         self._kept: dict[int, Kept] = {}  # by chunk
         self.begun = 0  # backwards, each of which may change what chunks have kept
@@ -106,23 +115,13 @@ class Gradients:
         """Return what a chunk has kept so far, which its next backward adds to."""
         return self._kept.setdefault(chunk, Kept(chunk, self.sums))
 
-    def note(self, kept: Kept, life: int, parameters: Sequence[Tensor], trip: Call) -> None:
-        """Note what a chunk's backward has kept, in which life of the slot, and that it makes it
-        again.
-        """
-        if kept.recipe is not None:
-            kept.recipe.append(trip)
-        for p in parameters:
-            self.sums[p].chunks.add(kept.key)
-        kept.life = life
-
-    def stand_in(self, parameter: Tensor, filled: bool) -> None:
-        """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
-        one = self.sums[parameter]
-        if isinstance(parameter.grad, RemoteGrad):
-            parameter.grad.stand.renew()
-        elif one.chunks or filled:
-            parameter.grad = made = RemoteGrad(parameter, self._bring)
+    def stand_in(self, one: Sum) -> None:
+        """Let ``.grad`` stand for what is kept."""
+        grad = one.parameter.grad
+        if isinstance(grad, RemoteGrad):
+            grad.stand.renew()
+        else:
+            one.parameter.grad = made = RemoteGrad(one.parameter, self._bring)
             one.last = weakref.ref(made.stand)
 
     # Where they are used.
@@ -141,7 +140,7 @@ class Gradients:
         """Return gradients, by slot, each summed in the order of chunks."""
         self.refuse_missed(sums)
         found: dict[int, Tensor] = {}
-        dispatcher = self._executor.dispatcher
+        dispatcher = self._dispatcher
         for chunk in sorted(set[int]().union(*[one.chunks for one in sums])):
             wanted = [one for one in sums if chunk in one.chunks]
             kept, slots = self._kept[chunk], tuple([one.slot for one in wanted])
@@ -152,7 +151,7 @@ class Gradients:
             answers = dispatcher.finish(flight)
             self.refuse_missed(sums)  # the replica that had them may just have died
             dispatcher.effects(flight, answers)
-            for one, grad in zip(wanted, answers[0].value, strict=True):
+            for one, grad in zip(wanted, answers[0].rows[0], strict=True):
                 total = found.get(one.slot)
                 found[one.slot] = grad.clone() if total is None else total.add_(grad)
         for one in sums:

@@ -96,7 +96,7 @@ class Replica:
                     answer = Answer()
                 elif isinstance(request, Forget):
                     self._forget(request.forget)
-                    answer = Answer(value=(len(self._models), len(self._graphs)))
+                    answer = Answer(held=(len(self._models), len(self._graphs)))
                 else:
                     answer = self._train(request)
             except BaseException as error:  # also SystemExit and KeyboardInterrupt of the module
@@ -152,10 +152,10 @@ class Replica:
         if isinstance(request, SnapshotRequest):
             return Answer(resident.snapshot(request))
         if isinstance(request, GradientsRequest):
-            return Answer(Row(resident.gradients(request.slots, request.chunk)))
+            return Answer(rows=(Row(resident.gradients(request.slots, request.chunk)),))
         threads.use(self._device, request.threads)
         with self._joined(request.exchange) as exchange:
-            return Answer(resident.step(request, exchange))
+            return Answer(rows=(resident.step(request, exchange),))
 
     def _updated(self, number: int, update: StateUpdate | None) -> Model:
         """Return a model, with the master's changes."""
@@ -221,7 +221,7 @@ class Replica:
             there = engine.reachable(value.tensors) if asked & {*marks} else ()
             pairs = zip(leaves, marks, strict=True)
             reached = bytes([n not in asked or id(t) in there for t, n in pairs])
-        return Answer(value, reached, anew, writes=writes)
+        return Answer(value, reached=reached, anew=anew, writes=writes)
 
     def _backward(self, request: BackwardRequest) -> Answer:
         """Differentiate outputs of one chunk."""
@@ -258,7 +258,8 @@ class Replica:
             elif exchange is not None and SUMMED in needed:
                 reached = _summed(exchange, needed, home, found)
         count = sum([slot is not None for slot in home.slots])
-        return Answer((Row(found[:count]), Row(found[count:])), reached, writes=writes)
+        rows = Row(found[:count]), Row(found[count:])
+        return Answer(rows=rows, reached=reached, writes=writes)
 
 
 def _summed(exchange: Exchange, needed: bytes, home: Graph, grads: list[Tensor | None]) -> bytes:

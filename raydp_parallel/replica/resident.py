@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.devices import threads
+from raydp_parallel.devices.layout import Row
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.replica import engine
 from raydp_parallel.replica.module import ReplicaModule
@@ -100,7 +101,7 @@ class Resident:
 
     # Steps.
 
-    def step(self, request: StepRequest, exchange: Exchange | None) -> Tensor | None:
+    def step(self, request: StepRequest, exchange: Exchange | None) -> Row:
         """Make a step; or return the norm, and keep the sums for the step."""
         optimizer, slots = self._optimizers[request.optimizer]
         of = exchange, request.sums, request.summed, request.chunks
@@ -117,7 +118,7 @@ class Resident:
             grads[slot] = torch.zeros_like(like) if given is None else given.clone()
         if request.norm is not None:
             found = [grads[slot] for slot in slots.values() if slot in grads]
-            return torch.nn.utils.get_total_norm(found, request.norm)
+            return Row([torch.nn.utils.get_total_norm(found, request.norm)])
         for group, values in zip(optimizer.param_groups, request.values, strict=True):
             for name, value in values.items():
                 group[name] = value.clone() if isinstance(value, Tensor) else value
@@ -137,7 +138,7 @@ class Resident:
             self._last = {}
             for p in slots:
                 p.grad = None
-        return None
+        return Row()
 
     def _follow(self) -> None:
         """Let what lies in a parameter's memory in the driver have its values."""
@@ -174,7 +175,7 @@ class Resident:
             self._optimizers[number] = optimizer, {p: slot for slot, p in params.items()}
 
     def snapshot(self, request: SnapshotRequest) -> Parcel:
-        """Give the weights, and each optimizer's groups and state, by slot."""
+        """Give the weights, or each optimizer's groups and state, by slot."""
         weights: dict[int, Tensor] = {}
         states: dict[int, tuple[Sequence[object], dict[int, object]]] = {}
         for number, (optimizer, slots) in self._optimizers.items():
@@ -183,5 +184,4 @@ class Resident:
             groups = [{**row, "params": [slots[p] for p in row["params"]]} for row in rows]
             held = {slot: p for p, slot in slots.items() if p in optimizer.state}
             states[number] = groups, {n: dict(optimizer.state[p]) for n, p in held.items()}
-        asked = weights if request.weights else {}, states if request.optimizers else {}
-        return parcel(asked, "optimizer")
+        return parcel(states if request.optimizers else weights, "optimizer")

@@ -6,7 +6,7 @@ them: that fetches the values of all, which are ordinary parameters again from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ class Owner(Protocol):
 
     def pull(self) -> None:
         """Bring the values: its parameters are ordinary ones from then on."""
+
+    def leave(self, slots: Collection[int]) -> None:
+        """Bring all that it has of parameters that leave."""
 
 
 class Lagging(nn.Parameter):

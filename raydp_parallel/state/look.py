@@ -28,9 +28,9 @@ from torch.nn.utils import parametrize
 
 from raydp_parallel.errors import warn
 from raydp_parallel.state import sources
-from raydp_parallel.state.sources import Sources
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import StandIn
+from raydp_parallel.wire.messages import Sources
 
 _EMPTY = nn.Module()
 _HOOKS = {

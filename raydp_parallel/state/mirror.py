@@ -14,7 +14,7 @@ import itertools
 import pickle
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from raydp_parallel.devices import ambient
 from raydp_parallel.devices.layout import Layout, Row, is_dense, specs_of
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.state import sources
-from raydp_parallel.state.lagging import PLAINLY, Lagging
+from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner
 from raydp_parallel.state.look import Structure, check_devices, look
 from raydp_parallel.state.run import (
     Seen,
@@ -76,7 +76,7 @@ class Master:
         self.structure = Structure(module)  # the module but for its tensors
         self.records: dict[int, Tracked] = {}  # its tensors, by their ids
         self.leaves: list[Leaf] = []  # those that require a gradient, in the order of slots
-        self.resident: Any = None  # trains it in the replicas; None if nothing does
+        self.resident: Owner | None = None  # trains it in the replicas; None if nothing does
         self.edited = False  # the program has changed a parameter that is trained there
         self.alike = True  # replicas may add gradients: chunks had them of the same parameters
         self._overlays = weakref.WeakValueDictionary[int, Overlay]()  # of forwards so far
@@ -126,9 +126,10 @@ class Master:
             last.at = self.revision
             last.bytes = structure  # last: Ctrl-C before makes the next look begin again
             last.tell_if_large()
-        self._look_at_tensors()
+        self.look_at_tensors()
 
-    def _look_at_tensors(self) -> None:
+    def look_at_tensors(self) -> None:
+        """Find out what changed of tensors, and number the state if something did."""
         row = [one.tensor for one in self.records.values()]
         for kind in {*map(type, row)}:  # what other models' replicas train is fetched
             if issubclass(kind, Lagging) and kind.source is not self.resident:
@@ -141,7 +142,7 @@ class Master:
 
     def _restructure(self, found: dict[int, Tracked]) -> None:
         gone = {one.slot for key, one in self.records.items() if one.trained and key not in found}
-        if gone:
+        if gone and self.resident is not None:
             self.resident.leave(gone)  # while replicas still have them
         self.revision += 1
         buffers = {id(t) for t in self.module.buffers()}
@@ -396,10 +397,9 @@ class Master:
 
     # Writes of replicas.
 
-    def write_back(self, writes: Writes, keep: bool, since: Mark | None = None) -> Contents:
-        """Write what the first chunk wrote; returns what was there before, if that is kept. In a
-        backward a checkpoint wrote it, to the buffers of its own forward, which ended with a mark:
-        it replaces nothing that was written ``since``.
+    def write_back(self, writes: Writes, since: Mark | None = None) -> None:
+        """Write what the first chunk wrote. In a backward a checkpoint wrote it, to the buffers of
+        its own forward, which ended with a mark: it replaces nothing that was written ``since``.
         """
         known = {one.slot: one for one in self.records.values()}
         rows = [(known[n], *row) for n, *row in zip(*writes, strict=True) if n in known]
@@ -409,7 +409,7 @@ class Master:
         records = [one for one, *_ in rows]
         tensors = [one.tensor for one in records]
         overlays = [*self._overlays.values()]
-        before = self._copied(records) if keep or overlays else {}
+        before = self._copied(records) if overlays else {}
         for overlay in overlays:
             for slot, value in before.items():
                 overlay.setdefault(slot, value)
@@ -432,11 +432,10 @@ class Master:
         set_versions(tensors, [a + by for a, (_, _, by, _) in zip(versions, rows, strict=True)])
         if since is not None:  # the graph may be used again
             since.update(self.mark(records))
-        return before
 
-    def overlay(self, before: Contents) -> Overlay:
-        """Make one, to which later writes add what they replace."""
-        made = Overlay(before)
+    def overlay(self) -> Overlay:
+        """Make one, to which writes from now on add what they replace."""
+        made = Overlay()
         self._overlays[id(made)] = made
         return made
 
@@ -460,13 +459,12 @@ class Master:
         found = {o.slot: now[o][0] - v - (now[o][1] - w) for o, (v, w) in mark.items()}
         return {slot: by for slot, by in found.items() if by}
 
-    def changed_since(self, revision: int, known: Iterable[int], structure: bool) -> str | None:
-        """Name a change since a state, but for the contents of ``known``; None if there is none.
-        Without ``structure`` only tensors are looked at.
+    def changed_since(self, revision: int, known: Collection[int]) -> str | None:
+        """Name a change between a state and the last look, but for the contents of ``known``; None
+        if there is none.
         """
-        self.sync() if structure else self._look_at_tensors()
         if self.verify():
-            self._look_at_tensors()
+            self.look_at_tensors()
         if self.structure.at > revision:
             return "an attribute or a part of the module"
         # What lies in the memory of a trained one follows its steps.

@@ -5,7 +5,7 @@ the run, or copy it from there to their GPU. Later contents are compared with it
 
 [Note: who reads a run]
 Replicas read it when they take an update over, and until their answer. So it may be written to
-again once all answers are there: see `Executor.update`. A module that a replica makes meanwhile
+again once all answers are there: see `Dispatcher.update`. A module that a replica makes meanwhile
 gets what is written then with the next update.
 """
 

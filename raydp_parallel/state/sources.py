@@ -23,28 +23,14 @@ import time
 import types
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 
 from raydp_parallel.errors import SourceMismatch, log, warn
+from raydp_parallel.wire.messages import Source, Sources
 
 _BEGUN = time.time()
-
-
-class Source(NamedTuple):
-    """The text of a module, from a file of the driver."""
-
-    file: str
-    folders: tuple[str, ...]  # where a package's submodules are; none for a plain module
-    text: bytes
-
-
-class Sources(NamedTuple):
-    """All that a replica must know of the driver's modules."""
-
-    paths: tuple[str, ...]  # where the driver looks for modules
-    modules: dict[str, Source]  # the user's own that it has loaded, by name
 
 
 _MARKS = {"site-packages", "dist-packages", "thirdparty_files"}  # the last one has Ray's own copies

@@ -7,7 +7,7 @@ and models that nobody can ask for any more, and slots are numbers of a model's 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -34,6 +34,21 @@ class ExchangeRequest(NamedTuple):
 # The state of a model.
 
 
+class Source(NamedTuple):
+    """The text of a module, from a file of the driver."""
+
+    file: str
+    folders: tuple[str, ...]  # where a package's submodules are; none for a plain module
+    text: bytes
+
+
+class Sources(NamedTuple):
+    """All that a replica must know of the driver's modules."""
+
+    paths: tuple[str, ...]  # where the driver looks for modules
+    modules: dict[str, Source]  # the user's own that it has loaded, by name
+
+
 class SlotSpec(NamedTuple):
     """One tensor of a module, as a replica makes it."""
 
@@ -57,7 +72,7 @@ class StateNews(NamedTuple):
     """Changes of the master since the state that a replica has, but for contents."""
 
     structure: bytes | None  # the module without contents of tensors; None if it is as it was
-    sources: Any  # the driver's modules, see `state.sources`; None if nothing is new
+    sources: Sources | None  # the driver's modules; None if nothing is new
     specs: dict[int, SlotSpec]  # of tensors that are new, or of another geometry, by slot
     run: RunSpec | None  # where contents lie in the run; None if that is as it was
     ranges: tuple[tuple[int, int], ...]  # the changed parts of the run
@@ -158,8 +173,7 @@ class SnapshotRequest(NamedTuple):
     """A request for what a replica trains."""
 
     model: int
-    weights: bool  # the answer has the weights, by slot
-    optimizers: bool  # it has each optimizer's groups, and its state by slot, by number
+    optimizers: bool  # by number each optimizer's groups, and its state by slot; else the weights
 
 
 class GradientsRequest(NamedTuple):
@@ -223,10 +237,12 @@ class Writes(NamedTuple):
 class Answer(NamedTuple):
     """The answer to any request."""
 
-    # Of a forward: its output, as a `Parcel`. Of a backward: its gradients, a `Row` for the
-    # module's leaves and one for inputs, with None for those that are not sent. Else what the
-    # request says: a `Row` of gradients, a `Parcel` of weights and optimizers, a norm.
-    value: Any = None
+    # The output of a forward; weights and optimizers.
+    output: Parcel | None = None
+    # Of a backward: the gradients of the module's leaves and those of inputs, with None for what is
+    # not sent. Else gradients that a chunk has kept, or a norm.
+    rows: tuple[Row, ...] = ()
+    held: tuple[int, int] = (0, 0)  # how many models and graphs there are, if that is asked
     # A truth for each leaf of a graph: of a forward, if the outputs depend on it, as far as that is
     # asked; of a backward, if its gradient is kept, or went into the group's sum.
     reached: bytes = b""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices.layout import Row
 from raydp_parallel.errors import TransferError
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.group import Exchange
@@ -47,7 +48,7 @@ def try_ipc(channel: Channel, device: torch.device) -> None:
             answer = channel.receive(deadline - time.monotonic(), device)
             if answer.failure is not None:
                 raise TransferError(f"the replica cannot use them: {answer.failure.text}")
-            if not torch.equal(answer.value[0], ~sent):
+            if not torch.equal(answer.rows[0][0], ~sent):
                 raise TransferError("other bytes arrived than were sent")
     channel.drop_windows()  # they were larger than the next messages may be
     channel.send(Trial([]))
@@ -59,7 +60,7 @@ def answer(channel: Channel, trial: Trial, device: torch.device) -> Answer:
     channel.ipc = device
     if not trial.tensors:
         channel.drop_windows()
-    return Answer(value=[_late(~t) for t in trial.tensors])
+    return Answer(rows=(Row([_late(~t) for t in trial.tensors]),))
 
 
 def try_group(exchange: Exchange, device: torch.device) -> None:

@@ -72,8 +72,8 @@ model(torch.ones(4, 2)).sum().backward()
 
 def test_replicas_that_hang_in_nccl_share_one_deadline(caplog: pytest.LogCaptureFixture) -> None:
     """And the warning says what may help."""
-    clock, executor = [0.0], mock.Mock(failed_joins=0)
-    executor.dispatcher.send.return_value.gone = executor.dispatcher.receive.return_value = None
+    clock, dispatcher = [0.0], mock.Mock(failed_joins=0)
+    dispatcher.send.return_value.gone = dispatcher.receive.return_value = None
 
     def ready(seconds: float) -> None:
         clock[0] += seconds
@@ -81,8 +81,8 @@ def test_replicas_that_hang_in_nccl_share_one_deadline(caplog: pytest.LogCapture
     seats = [ExchangeRequest("one", rank, 8, 1.0) for rank in range(8)]
     slots: Any = [mock.Mock(**{"client.ready": ready}) for _ in seats]
     with mock.patch.object(groups, "time", mock.Mock(monotonic=lambda: clock[0])):
-        assert not groups._join(executor, slots, mock.Mock(seats=seats))
-    assert (executor.replica_set.lost.call_count, clock[0]) == (8, groups._GRACE)
+        assert not groups._join(dispatcher, slots, mock.Mock(seats=seats))
+    assert (dispatcher.replica_set.lost.call_count, clock[0]) == (8, groups._GRACE)
     assert "NCCL_SOCKET_IFNAME" in caplog.text
 
 
