@@ -155,7 +155,7 @@ def apply(
     dim: int = 0,
     unused: UnusedGrads = "zeros",
     lend: bool = False,
-) -> list[Any]:
+) -> list[object]:
     """Do as `parallel_apply`, with the settings of a wrapper."""
     for name, others in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
         if others is not None and len(others) != len(modules):

@@ -17,9 +17,10 @@ from raydp_parallel.batch import Function, Keywords
 from raydp_parallel.devices import ambient
 
 Trainer = TypeVar("Trainer", bound=Any)
+M = TypeVar("M", bound=nn.Module)
 
 
-def attach(trainer: Trainer, model: nn.DataParallel[Any]) -> Trainer:
+def attach(trainer: Trainer, model: nn.DataParallel[M]) -> Trainer:
     """Let a `Trainer` train and evaluate its model on the replicas of a wrapper; returns it.
 
     ::
@@ -53,7 +54,7 @@ class SignedForward:
         self._function = function
 
     @ambient.uncompiled
-    def __get__(self, model: nn.DataParallel[Any] | None, _: object = None) -> Function:
+    def __get__(self, model: nn.DataParallel[M] | None, _: object = None) -> Function:
         if model is None:
             return self._function
         plain = getattr(model, "_loss", None) is None  # with a loss it takes targets, too
@@ -93,7 +94,7 @@ def by_trainer(method: Function) -> Function:
     """
 
     @functools.wraps(method)
-    def chosen(model: nn.DataParallel[Any], *args: object, **kwargs: object) -> object:
+    def chosen(model: nn.DataParallel[M], *args: object, **kwargs: object) -> object:
         caller = sys._getframe(1).f_globals.get("__name__")
         state: Iterable[str] = args[0] if args and isinstance(args[0], Mapping) else ()
         if caller != "transformers.trainer" or any(key.startswith("module.") for key in state):

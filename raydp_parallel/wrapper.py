@@ -324,7 +324,7 @@ class DataParallel(nn.DataParallel[T]):
 
     def _evaluate(
         self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool, gather: bool
-    ) -> Any:
+    ) -> object:
         """Split, run, gather, for what is called."""
         with record_function("raydp_parallel.DataParallel.forward"), exceptions.ShortTraceback():
             if self._in_place:
@@ -385,7 +385,9 @@ class DataParallel(nn.DataParallel[T]):
             gather = functools.partial(batch.gather, dim=self.dim, scalars=scalars, weights=rows)
         return called, args, named, lambda outputs: gather(outputs, self.output_device)
 
-    def _run_in_place(self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool) -> Any:
+    def _run_in_place(
+        self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool
+    ) -> object:
         """Call the module itself, as upstream does with one device."""
         place = None if replica.own_process else self._place
         if place is not None:
@@ -518,7 +520,7 @@ class DataParallel(nn.DataParallel[T]):
         if not self._in_place:
             self.executor.slots(self.device_ids)  # starts in the caller's thread
 
-        def begin(at: int, inputs: Inputs, kwargs: Keywords) -> Callable[[], Any]:
+        def begin(at: int, inputs: Inputs, kwargs: Keywords) -> Callable[[], object]:
             """Send a batch to one replica, or its chunks to all; none of them writes back."""
             if self._in_place:
                 return functools.partial(torch.no_grad()(self.forward), *inputs, **kwargs)

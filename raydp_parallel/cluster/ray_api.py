@@ -427,7 +427,7 @@ def _entries(address: str) -> list[str]:
         raise ConnectionError(f"{address} {why}")
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-    store: Any = GcsClient(address=address)
+    store = GcsClient(address=address)
     dead = {known.job_id.hex(): known.is_dead for known in store.get_all_job_info().values()}
     found = []
     for key in sorted(store.internal_kv_keys(b"", _NAMESPACE)):

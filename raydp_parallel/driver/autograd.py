@@ -29,7 +29,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -234,12 +234,21 @@ class Fork(Function):
         return (None, *[None] * derived, *grads)
 
 
+class JoinNode(FunctionCtx):
+    """A Join's node in torch's graph."""
+
+    call: CallNode
+    chunk: int
+    number: int  # of the output
+    saved_tensors: Sequence[Tensor]
+
+
 class Join(Function):
     """A remote output."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
+        ctx: JoinNode, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
     ) -> Tensor:
         ctx.call, ctx.chunk, ctx.number = call, chunk, number
         ctx.save_for_backward(token)
@@ -249,7 +258,7 @@ class Join(Function):
 
     @staticmethod
     @ambient.uncompiled
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+    def backward(ctx: JoinNode, *grads: Tensor) -> tuple[None, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
         now = ctx.call.now
         now.grads.setdefault(ctx.call, {}).setdefault(ctx.chunk, {})[ctx.number] = grads[0]

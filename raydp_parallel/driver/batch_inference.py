@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 OnError = Literal["raise", "skip"]
 Begin = Callable[[int, tuple[object, ...], dict[str, object]], Callable[[], object]]
@@ -25,7 +25,7 @@ def check(in_flight: object, on_error: object) -> None:
 
 def outputs(
     batches: Iterable[object], begin: Begin, in_flight: int, on_error: OnError
-) -> Generator[Any, None, None]:
+) -> Generator[object, None, None]:
     """Yield the output of each batch, in order. So many may be ``in_flight``: they are sent, and
     have not given their outputs.
     """

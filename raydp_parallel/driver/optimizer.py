@@ -4,6 +4,7 @@ asked for, of which ``step`` and the state are in the replicas.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -93,11 +94,12 @@ class InReplicas(OptimizerState):
             self._resident.add(self)  # at once: a parameter may have left by the next step
 
     @property
-    def state(self) -> Any:
+    def state(self) -> defaultdict[Tensor, Values]:
         """The state, fetched from the replicas, which get it again: it may be written to."""
         if hasattr(self, "_resident"):
             self._resident.recall()
-        return self.__dict__["state"]
+        found: defaultdict[Tensor, Values] = self.__dict__["state"]
+        return found
 
     @state.setter
     def state(self, value: object) -> None:

@@ -6,6 +6,7 @@ them: that fetches the values of all, which are ordinary parameters again from t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ _PROPERTIES = (
     *("is_cpu", "is_cuda", "is_meta", "is_nested", "is_quantized", "is_sparse", "itemsize"),
     *("_backward_hooks", "_post_accumulate_grad_hooks", "grad_fn"),
 )
-_GRAD: Any = Tensor.grad
+_GRAD = inspect.getattr_static(Tensor, "grad")
 BLIND = {
     *[getattr(Tensor, name).__get__ for name in _PROPERTIES],
     *(_GRAD.__set__, _GRAD.__delete__),

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import Tensor
 
 _METHODS = ("numpy", "__array__", "__dlpack__")
-_PLAIN: Any = inspect.getattr_static(Tensor, "data")
+_PLAIN = inspect.getattr_static(Tensor, "data")
 
 data: Callable[[Tensor], Tensor] = _PLAIN.__get__
 """Returns ``tensor.data``, of which nothing is noted."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from raydp_parallel.devices import memory
-from raydp_parallel.devices.layout import Layout, Run, Spec
+from raydp_parallel.devices.layout import Layout, Row, Run, Spec
 from raydp_parallel.errors import TransferError
 from raydp_parallel.wire import codec
 from raydp_parallel.wire.windows import GpuWindow, Window
@@ -176,7 +176,7 @@ class Channel:
         self.moved[1] += layout.size
         self._way = []
         if not layout.specs:
-            return codec.decode(data, [], windows, device)
+            return codec.decode(data, Row(), windows, device)
         window = self._in.get(near, _NOTHING)
         row, self._reading = memory.upload(layout, window, device)
         if total is not None and memory.total(row.memory[: layout.size]) != total:

@@ -16,6 +16,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from raydp_parallel.devices.memory import download, upload
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.windows import Window
 
-_opening: ContextVar[Any] = ContextVar("opening")
+_opening: ContextVar[tuple[Row, Sequence[Window], torch.device]] = ContextVar("opening")
 """The tensors, in some memory, and the windows of the message that is opened, and the device that
 its tensors go to.
 """
@@ -36,22 +37,23 @@ def _tensor(number: int, grad: bool = False) -> Tensor:
 
 
 def _window(number: int) -> Window:
-    return _opening.get()[1][number]  # type: ignore[no-any-return]
+    return _opening.get()[1][number]
 
 
 def _row(begin: int, after: int, present: bytes | None) -> Row:
     whole = _opening.get()[0]
-    found = whole[begin:after]
+    found, layout = whole[begin:after], whole.layout
+    assert layout is not None
     if present is not None:
         rest = iter(found)
         found = [next(rest) if one else None for one in present]
-    row, at = Row(found), whole.layout.offsets[begin]
-    row.layout, row.present = part(whole.layout, begin, after), present
+    row, at = Row(found), layout.offsets[begin]
+    row.layout, row.present = part(layout, begin, after), present
     row.memory = whole.memory[at : at + row.layout.size]
     return row
 
 
-def decode(data: bytes, row: list[Tensor], windows: Sequence[Window], device: torch.device) -> Any:
+def decode(data: bytes, row: Row, windows: Sequence[Window], device: torch.device) -> Any:
     """Rebuild a value around its tensors, on a device."""
     opened = copy_context()  # a value's own __setstate__ may open another one
     opened.run(_opening.set, (row, windows, device))
@@ -72,7 +74,7 @@ class Parcel(NamedTuple):
 
     def load(self, tensors: list[Tensor] | None = None) -> Any:
         """Rebuild the value, with other tensors if they are given."""
-        return decode(self.skeleton, tensors or self.tensors, (), torch.device("cpu"))
+        return decode(self.skeleton, Row(tensors or self.tensors), (), torch.device("cpu"))
 
 
 class _ValuePickler(pickling.Pickler):
@@ -211,7 +213,7 @@ def _saved(data: bytes, grad: bool) -> Tensor:
     return made.to(_opening.get()[2]).requires_grad_(grad)
 
 
-Flat = tuple[bytes, bytes, "np.ndarray[Any, Any]"]
+Flat = tuple[bytes, bytes, npt.NDArray[np.uint8]]
 """A message for a replica that shares no windows, as a Ray call carries it: its pickle, the
 pickled specs of its tensors, and their bytes as an array.
 """

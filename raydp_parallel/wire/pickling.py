@@ -138,11 +138,14 @@ def home(space: dict[str, object]) -> types.ModuleType | None:
     return found if mine else None
 
 
-def _make_in(home: types.ModuleType, code: types.CodeType, closure: Any) -> types.FunctionType:
+Cells = tuple[types.CellType, ...] | None
+
+
+def _make_in(home: types.ModuleType, code: types.CodeType, closure: Cells) -> types.FunctionType:
     return types.FunctionType(code, vars(home), closure=closure)
 
 
-def _reduce_cache(value: Any) -> Reduced:
+def _reduce_cache(value: functools._lru_cache_wrapper[object]) -> Reduced:
     """Reduce a cached function to its name, or to an empty cache."""
     if value.__module__ in sys.modules and value.__module__ != "__main__":
         with contextlib.suppress(AttributeError):
