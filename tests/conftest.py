@@ -69,8 +69,8 @@ def sent() -> None:
 
     update = Master.update_from
 
-    def unmapped(self: Any, revision: int, maps: Any, shared: bool, weights: Any) -> Any:
-        return update(self, revision, maps, False, weights)
+    def unmapped(self: Any, revision: int, way: object, weights: Any) -> Any:
+        return update(self, revision, "sent", weights)
 
     Master.update_from = unmapped  # type: ignore[method-assign]
 

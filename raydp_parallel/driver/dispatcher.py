@@ -28,7 +28,7 @@ from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver.gradients import Sums
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.mirror import Master
+from raydp_parallel.state.mirror import Master, Way
 from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import (
     Answer,
@@ -167,21 +167,18 @@ class Group:
 
     Args:
         slots: The slots that have them.
-        patience: Seconds that they wait for each other.
-        nccl: True if tensors go by NCCL.
+        seat: The place of one, but for what the group knows.
     """
 
-    def __init__(self, slots: Sequence[ReplicaSlot], patience: float, nccl: bool) -> None:
+    def __init__(self, slots: Sequence[ReplicaSlot], seat: ExchangeRequest) -> None:
         near = all(slot.life and slot.client.hello.near for slot in slots)
         host = None if near else ray_api.own_address()
-        self._store = store = open_store(len(slots), host)
-        self.address = store if host is None else (host, store.port)
+        self._store, self.address = open_store(len(slots), host)
         name = f"group {next(_names)}"
         links = [slot.client.link if slot.life else "" for slot in slots]
         root = links.index("ipc") if "ipc" in links else 0
-        self.nccl = nccl
-        seat = ExchangeRequest(name, 0, len(slots), patience, nccl=nccl, root=root)
-        self.seats = [seat._replace(rank=i) for i in range(len(slots))]
+        self.nccl = seat.nccl
+        self.seats = [seat._replace(name=name, rank=i, root=root) for i in range(len(slots))]
 
     def close(self) -> None:
         """Let the members leave."""
@@ -442,14 +439,14 @@ class Dispatcher:
     ) -> StateUpdate | None:
         """Collect what a slot's replica lacks of a model, with weights in the place of its own."""
         self.settle(slot)  # it may say that it lacks all
-        client = slot.client
-        maps = client.hello.near and client.hello.device == "cpu"  # this machine's own memory
-        shared = client.hello.near and (client.link != "ipc" or master.home.type == "cpu")
-        if shared and master.behind(maps):  # see [Note: who reads a run]
+        way: Way = "sent"
+        hello = slot.client.hello
+        if hello.near and (slot.client.link != "ipc" or master.home.type == "cpu"):
+            way = "mapped" if hello.device == "cpu" else "shared"
+        if master.is_stale(way):  # see [Note: who reads a run]
             for other in self.replica_set.ready():
                 self.settle(other)
-        revision = slot.revisions.get(master.number, 0)
-        return master.update_from(revision, maps, shared, weights)
+        return master.update_from(slot.revisions.get(master.number, 0), way, weights)
 
     def remake(
         self, graph: RemoteGraph, slot: ReplicaSlot, phase: str, recipe: list[Call] | None = None

@@ -75,7 +75,7 @@ def join(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> Group:
         dispatcher.leave()
     patience = dispatcher.replica_set.options.call_timeout or _PATIENCE
     for nccl in (True, False) if _may_use_nccl(dispatcher, slots) else (False,):
-        group = Group(slots, patience, nccl)
+        group = Group(slots, ExchangeRequest("", 0, len(slots), patience, nccl=nccl))
         try:
             if _join(dispatcher, slots, group):
                 known[key] = group

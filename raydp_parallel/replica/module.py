@@ -29,7 +29,14 @@ from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Kept, build
 from raydp_parallel.state.run import SMALL, same, set_versions, versions_of
 from raydp_parallel.wire.group import Exchange
-from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
+from raydp_parallel.wire.messages import (
+    BackwardRequest,
+    ForwardRequest,
+    SlotSpec,
+    StateNews,
+    StateUpdate,
+    Writes,
+)
 from raydp_parallel.wire.windows import Window
 
 _TRAINED = (
@@ -55,6 +62,7 @@ class ForwardState:
     touched: raw_access.Touched = field(default_factory=dict)  # past versions
     versions: list[int] = field(default_factory=list)  # how often each had been written to before
     was: Tensor | None = None  # the fresh ones' bytes before; None if writes are not reported
+    keeps_data: bool = False  # ``t.data = other`` stays for parameters, as under no_grad
 
 
 @dataclass(slots=True)
@@ -173,7 +181,7 @@ class ReplicaModule:
             one = self._tracked.setdefault(slot, _Tracked(spec, _NOTHING))
             one.spec = spec
             if spec.window is not None:
-                one.tensor = _made(spec, self._in_window(spec, master=False))
+                one.tensor = _made(spec, self._in_window(spec)[0])
             elif slot not in contents:  # another flag
                 one.tensor = _made(spec, one.tensor.detach())
         into: list[Tensor] = []
@@ -224,10 +232,10 @@ class ReplicaModule:
             if exchange is not None:
                 exchange.spread(memory[begin:end])
 
-    def _in_window(self, spec: SlotSpec, master: bool) -> Tensor:
-        """Show a tensor of a window, with a storage and a version of its own."""
+    def _in_window(self, spec: SlotSpec) -> list[Tensor]:
+        """Show a tensor in both of its windows, each with a storage and a version of its own."""
         assert spec.window is not None and spec.there is not None
-        return self._windows[spec.window][master].alone(spec.there, spec.offset)
+        return [w.alone(spec.there, spec.offset) for w in self._windows[spec.window]]
 
     def tensor(self, slot: int) -> Tensor:
         """Return the tensor of a slot."""
@@ -244,7 +252,7 @@ class ReplicaModule:
         """Return the master's contents of a tensor; None if they are not kept here."""
         one = self._tracked[slot]
         if one.spec.window is not None:
-            return self._in_window(one.spec, master=True)
+            return self._in_window(one.spec)[1]
         return None if one.trained else self._run.views.get(slot, one.sent)
 
     # One forward.
@@ -255,20 +263,20 @@ class ReplicaModule:
             with contextlib.suppress(Exception):  # it comes again, in that forward
                 self._next = self._make({})
 
-    def begin(self, overlay: dict[int, Tensor], report: bool) -> ForwardState:
-        """Return a module that is what the master is.
-
-        Args:
-            overlay: Contents in place of the master's: a forward that runs again for its graph
-                finds what it found first.
-            report: True if `end` reports writes.
+    def begin(self, request: ForwardRequest) -> ForwardState:
+        """Return a module that is what the master is; or, for a forward that runs again for its
+        graph, what that found first.
         """
+        overlay, context = request.overlay or {}, request.terms.context
         state = (None if overlay else self._next) or self._make(overlay)
         self._next = None
         fresh = {slot: state.tensors[slot] for slot in state.form.fresh}
         set_versions(fresh.values(), [self._tracked[slot].version for slot in fresh])
         state.versions = versions_of(state.tensors.values())
-        state.was = state.form.bytes if report else None
+        state.keeps_data = not context.grad or context.inference
+        # One that runs again has reported its writes before.
+        if request.terms.first and request.overlay is None:
+            state.was = state.form.bytes
         return state
 
     def _make(self, overlay: dict[int, Tensor]) -> ForwardState:
@@ -300,27 +308,20 @@ class ReplicaModule:
         self._form = None
         return self._make(overlay)
 
-    def again(self, state: ForwardState, moved: dict[int, int], report: bool) -> None:
-        """Let a module run again in backward, for a checkpoint: it is as its forward left it.
-
-        Args:
-            state: The module and its tensors.
-            moved: By how much the master's versions moved since: torch's check sees its edits.
-            report: True if `end` reports writes.
+    def again(self, state: ForwardState, request: BackwardRequest) -> None:
+        """Let a module run again in backward, for a checkpoint: it is as its forward left it, but
+        for versions, in which torch's check sees the master's edits since then.
         """
-        row = [state.tensors[slot] for slot in moved]
-        then = [state.saved[slot] + by for slot, by in moved.items()]
+        row = [state.tensors[slot] for slot in request.moved]
+        then = [state.saved[slot] + by for slot, by in request.moved.items()]
         set_versions(row, map(max, versions_of(row), then))
         state.versions = versions_of(state.tensors.values())
-        state.was = state.form.laid(state.tensors).clone() if report else None
+        state.was = state.form.laid(state.tensors).clone() if request.terms.first else None
+        state.keeps_data = False
 
-    def end(self, state: ForwardState, keeps_data: bool) -> Writes:
+    def end(self, state: ForwardState) -> Writes:
         """Find out what was written to, and let the next forward not find it. No single sign tells
         of all writes; the contents decide where they are known.
-
-        Args:
-            state: The tensors, as they are now.
-            keeps_data: True if ``t.data = other`` stays for parameters, as under no_grad.
         """
         touched, form, writes = state.touched, state.form, []
         changed = set() if state.was is None else form.changed(state.tensors, state.was)
@@ -359,7 +360,7 @@ class ReplicaModule:
                 pages = self._windows[one.spec.window][0].map
                 pages.madvise(mmap.MADV_DONTNEED, one.spec.offset, t.nbytes)
             # Upstream loses ``t.data = other`` where gradients are enabled.
-            lost = replaced and not keeps_data and (one.spec.parameter or one.spec.grad)
+            lost = replaced and not state.keeps_data and (one.spec.parameter or one.spec.grad)
             if unlike and state.was is not None and not lost:
                 writes.append((slot, t, moved, replaced))
         if not writes:
@@ -374,11 +375,11 @@ class ReplicaModule:
         anew = [self._tracked[slot]]
         if key is not None:  # with all others there: it has one mapping
             shared = self._windows[key][1]
-            self._windows[key] = Window(shared.size, shared.duplicate(), private=True), shared
+            self._windows[key] = Window(shared.size, shared.duplicate(), mmap.MAP_PRIVATE), shared
             anew = [one for one in self._tracked.values() if one.spec.window == key]
         for one in anew:
             if key is not None:
-                value = self._in_window(one.spec, master=False)
+                value = self._in_window(one.spec)[0]
             else:
                 one.lost = kept is None
                 value = torch.empty_like(one.tensor).detach() if kept is None else kept.clone()

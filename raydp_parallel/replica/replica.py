@@ -189,13 +189,13 @@ class Replica:
                 return Answer(lacking=True)
             threads.use(self._device, terms.threads)
             with self._joined(terms.group):
-                # One that runs again for its graph has reported its writes before.
-                report = terms.first and request.overlay is None
-                state = module.begin(request.overlay or {}, report)
+                state = module.begin(request)
                 self._idle = module
                 engine.seed(self._device, request.seed, terms.chunk)
-                inputs: list[Tensor] = []
-                called, args, kwargs = _loaded(request.arguments, grad, inputs)
+                own = [t.detach().clone() for t in request.arguments.tensors]  # from a window
+                both = zip(own, request.arguments.tensors, strict=True)
+                inputs = [t.requires_grad_() for t, sent in both if grad and sent.requires_grad]
+                called, args, kwargs = _loaded(request.arguments, own)
                 if objects:
                     get = objects.__getitem__
                     args, kwargs = batch.resolved((args, kwargs), get, self._device)
@@ -207,7 +207,7 @@ class Replica:
                     with ambient.enter(context), raw_access.noting() as state.touched:
                         output = call(*args, **kwargs)
                 finally:
-                    writes = module.end(state, keeps_data=not grad)  # [6] report
+                    writes = module.end(state)  # [6] report
                 # Tensors are found wherever pickle reaches, also in objects of the user's classes.
                 value, anew = parcel(output, "output"), batch.is_made_anew(output)
         except BaseException as error:  # what was written until then is written
@@ -240,14 +240,14 @@ class Replica:
         needed, keeps = request.needed, max(request.needed, default=SENT) >= KEPT
         threads.use(self._device, terms.threads)
         with self._joined(terms.group) as exchange:
-            module.again(home.state, request.moved, terms.first)
+            module.again(home.state, request)
             self._idle = module
             if keeps:
                 resident.begin(terms.chunk, home.slots, needed)
             with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
                 found = engine.differentiate(outputs, grads, home.leaves, request)
             # A checkpoint that ran again may have written once more.
-            writes = module.end(home.state, keeps_data=False)
+            writes = module.end(home.state)
             if request.derived is not None:
                 made = [grad for grad in found if grad is not None]
                 graph = Graph(made, given, [None] * len(given), home.model, home.state)
@@ -290,13 +290,8 @@ def _summed(exchange: Exchange, needed: bytes, home: Graph, grads: list[Tensor |
     return bytes([at in sums for at in range(len(grads))])
 
 
-def _loaded(value: Parcel, grad: bool, inputs: list[Tensor]) -> Any:
-    """Take a value out of a message, and add its tensors that require a gradient to a list."""
-    own = [t.detach().clone() for t in value.tensors]  # the next message overwrites these
-    for mine, t in zip(own, value.tensors, strict=True):
-        if t.requires_grad and grad:
-            inputs.append(mine.requires_grad_())
+def _loaded(value: Parcel, tensors: list[Tensor]) -> Any:
     try:
-        return value.load(own)
+        return value.load(tensors)
     except Exception as error:  # code of the user's classes
         raise exceptions.NotLoaded from error

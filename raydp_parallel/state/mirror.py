@@ -14,7 +14,7 @@ import itertools
 import pickle
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,11 @@ class Leaf(NamedTuple):
     kind: str  # "parameter", "buffer", "attribute" or "input"
 
 
+Way = Literal["mapped", "shared", "sent"]
+"""How a replica gets contents: it maps large tensors, and reads the rest from memory that both
+processes have; it reads all there; or all comes in messages.
+"""
+
 Mark = dict[Tracked, tuple[int, int]]
 """How often tensors had been written to at one moment, and how often by replicas to buffers."""
 
@@ -81,8 +86,8 @@ class Master:
         self.alike = True  # replicas may add gradients: chunks had them of the same parameters
         self._overlays = weakref.WeakValueDictionary[int, Overlay]()  # of forwards so far
         self._looked = 0  # the revision before the last look
-        self._runs: dict[bool, StateRun] = {}  # by whether replicas map the large tensors
-        self._updates: dict[tuple[int, bool, bool], StateUpdate] = {}  # to the state of now
+        self._runs: dict[Way, StateRun] = {}  # of those that map large tensors, and of others
+        self._updates: dict[tuple[int, Way], StateUpdate] = {}  # to the state of now
         _masters.add(self)
 
     @property
@@ -197,18 +202,18 @@ class Master:
             one.plain = is_plain(t) and is_dense(t) and t.device == home
             if one.in_run:
                 one.shadow = None
-        for maps, run in [*self._runs.items()]:
-            if not run.fits(self._in_run(maps), home):
+        for way, run in [*self._runs.items()]:
+            if not run.fits(self._in_run(way), home):
                 for one in run.records:  # the last look at them
                     here = one.tensor.device == run.memory.device  # else it is sent anyway
                     sent = here and one.content_at <= run.revision
                     if sent and not same(one.tensor, run.views[one.slot]):
                         one.content_at = self.revision
-                self._runs[maps] = StateRun(self.revision, self._in_run(maps), home)
+                self._runs[way] = StateRun(self.revision, self._in_run(way), home)
 
-    def _in_run(self, maps: bool) -> list[Tracked]:
+    def _in_run(self, way: Way) -> list[Tracked]:
         found = [one for one in self.records.values() if one.in_run]
-        return [one for one in found if one.place is None] if maps else found
+        return [one for one in found if one.place is None] if way == "mapped" else found
 
     def _map(self, large: list[Tracked]) -> None:
         """Move large tensors into a window of their own pages."""
@@ -305,20 +310,20 @@ class Master:
 
     # What replicas need.
 
-    def _run(self, maps: bool) -> StateRun:
-        """Return the run with the contents of now, for replicas that map large tensors or not."""
-        run = self._runs.get(maps)
+    def _run(self, way: Way) -> StateRun:
+        """Return the run with the contents of now."""
+        way = "mapped" if way == "mapped" else "shared"
+        run = self._runs.get(way)
         if run is None:
-            found = self._in_run(maps)
-            run = self._runs[maps] = StateRun(self.revision, found, self.home)
+            run = self._runs[way] = StateRun(self.revision, self._in_run(way), self.home)
         late = [one for one in run.records if one.content_at > run.revision]
         copy_row([run.views[one.slot] for one in late], [one.tensor for one in late])
         run.revision = self.revision
         return run
 
-    def behind(self, maps: bool) -> bool:
+    def is_stale(self, way: Way) -> bool:
         """Tell if a run is to be written to before replicas get the contents of now."""
-        run = self._runs.get(maps)
+        run = self._runs.get(way)
         return run is not None and run.revision < self.revision
 
     def lacking(self, known: Iterable[Mapping[int, int]]) -> int:
@@ -332,17 +337,16 @@ class Master:
         return sum([one.tensor.nbytes for one in found]) if all([o.in_run for o in found]) else 0
 
     def update_from(
-        self, revision: int, maps: bool, shared: bool, weights: dict[int, Tensor] | None = None
+        self, revision: int, way: Way, weights: dict[int, Tensor] | None = None
     ) -> StateUpdate | None:
         """Collect the changes since a state: once for all replicas that have it.
 
         Args:
             revision: The state that a replica has; 0 for none.
-            maps: True if it maps large tensors.
-            shared: True if it reads the run from memory that both processes have.
+            way: How it gets them.
             weights: Contents that it gets in the place of the master's.
         """
-        key = revision, maps, shared
+        key = revision, way
         found = self._updates.get(key) if weights is None else None
         if found is None and (weights is not None or revision != self.revision):
             found = PLAINLY(self._collect, (), (*key, weights or {}))
@@ -350,27 +354,25 @@ class Master:
                 self._updates[key] = found
         return found
 
-    def _collect(
-        self, revision: int, maps: bool, shared: bool, weights: dict[int, Tensor]
-    ) -> StateUpdate:
+    def _collect(self, revision: int, way: Way, weights: dict[int, Tensor]) -> StateUpdate:
         specs: dict[int, SlotSpec] = {}
         windows: dict[int, Window] = {}
         for one in self.records.values():
             if one.spec_at > revision:
                 t = one.tensor
                 spec = SlotSpec(one.kind == "parameter", t.requires_grad)
-                if maps and one.place is not None:
+                if way == "mapped" and one.place is not None:
                     key, offset, window = one.place
                     spec = SlotSpec(*spec[:2], key, offset, *specs_of([t]))
                     if key > revision:
                         windows[key] = window
                 specs[one.slot] = spec
-        run = self._run(maps)
+        run = self._run(way)
         laid = run.spec.key > revision
         ranges = run.ranges(0 if laid else revision)
         changed = [one for one in self.records.values() if one.content_at > revision]
         versions = versions_of([one.tensor for one in changed])
-        sent = {o.slot: o.tensor for o in changed if o.place is None or not maps} | weights
+        sent = {o.slot: o.tensor for o in changed if o.place is None or way != "mapped"} | weights
         # Detached, which never become ones that lag.
         contents = {slot: t.detach() for slot, t in sent.items() if slot not in run.views}
         last = self.structure
@@ -383,7 +385,7 @@ class Master:
             slots=tuple(contents),
             versions=dict(zip([one.slot for one in changed], versions, strict=True)),
         )
-        shown = run.window() if shared else None
+        shown = None if way == "sent" else run.window()
         return StateUpdate(
             revision,
             self.revision,
@@ -391,7 +393,7 @@ class Master:
             size=sum([t.numel() * t.element_size() for t in sent.values()]),
             contents=Row(contents.values()),
             windows=windows,
-            parts=() if shared else tuple([run.memory[a:b] for a, b in ranges]),
+            parts=tuple([run.memory[a:b] for a, b in ranges]) if way == "sent" else (),
             window=shown if laid else None,
         )
 

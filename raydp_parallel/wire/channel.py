@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import mmap
 import pickle
 import socket
 import struct
@@ -171,7 +172,7 @@ class Channel:
             self._in[near] = Window(size, fds.pop(0))
         if new is not None:
             self._theirs[number] = Layout(new)
-        windows = [Window(n, fd, private=True) for n, fd in zip(shared, fds, strict=True)]
+        windows = [Window(n, fd, mmap.MAP_PRIVATE) for n, fd in zip(shared, fds, strict=True)]
         layout, device = self._theirs[number], device or self._device
         self.moved[1] += layout.size
         self._way = []

@@ -31,9 +31,12 @@ its tensors go to.
 """
 
 
-def _tensor(number: int, grad: bool = False) -> Tensor:
-    found: Tensor = _opening.get()[0][number]
-    return found.detach().requires_grad_() if grad else found
+def _tensor(number: int) -> Tensor:
+    return _opening.get()[0][number]  # type: ignore[no-any-return]
+
+
+def _leaf(number: int) -> Tensor:
+    return _tensor(number).detach().requires_grad_()
 
 
 def _window(number: int) -> Window:
@@ -147,20 +150,21 @@ class Packet(pickle.Pickler):
 
     def _tensor(self, value: Tensor) -> pickling.Reduced:
         begin = len(self.tensors)
+        plain = _leaf if value.requires_grad else _tensor, (begin,)
         if self._take([value]):
-            return _tensor, (begin, value.requires_grad)
+            return plain
         if type(value) is not Tensor and type(value) is not nn.Parameter:
-            return _reduce_subclass(value)
-        if value.is_meta:
+            reduced = _reduce_subclass(value)
+        elif value.is_meta:
             return _as_usual(value)
-        plain = value.detach()
-        if plain.is_nested or plain.is_quantized:
-            return _reduce_whole(value)
-        if plain.layout is not torch.strided:  # torch describes it by the plain ones it is made of
-            return _sparse, (*_as_usual(plain)[1], value.requires_grad)
-        # A copy has no gaps, and the same order of strides.
-        self._take([plain.clone(memory_format=torch.preserve_format)])
-        return _tensor, (begin, value.requires_grad)
+        elif value.is_nested or value.is_quantized:
+            reduced = _reduce_whole(value)
+        elif value.layout is not torch.strided:  # torch describes it by the plain ones that it has
+            reduced = _sparse, _as_usual(value.detach())[1]
+        else:  # a copy has no gaps, and the same order of strides
+            self._take([value.detach().clone(memory_format=torch.preserve_format)])
+            return plain
+        return *reduced, value.requires_grad or None, None, None, Tensor.requires_grad_
 
     def _take(self, tensors: list[Tensor]) -> bool:
         """Take tensors in one loop, if all are plain and have no gaps: functions of Python cost
@@ -181,17 +185,17 @@ def _reduce_subclass(value: Tensor) -> pickling.Reduced:
     if hasattr(kind, "__tensor_flatten__") or value.layout is not torch.strided:
         return _reduce_whole(value)
     plain = value.detach().as_subclass(Tensor)
-    return _subclass, (plain, pickling.dumps(kind), value.requires_grad)
+    return _subclass, (plain, pickling.dumps(kind))
 
 
 def _reduce_whole(value: Tensor) -> pickling.Reduced:
     file = io.BytesIO()
     # A clone: the storage may hold other tensors.
     torch.save(value.detach().clone(), file, pickling)
-    return _saved, (file.getvalue(), value.requires_grad)
+    return _saved, (file.getvalue(),)
 
 
-def _sparse(kind: torch.layout, parts: tuple[Any, ...], grad: bool) -> Tensor:
+def _sparse(kind: torch.layout, parts: tuple[Any, ...]) -> Tensor:
     device = parts[0].device
     if kind is torch.sparse_coo:
         *plain, known = parts
@@ -200,17 +204,16 @@ def _sparse(kind: torch.layout, parts: tuple[Any, ...], grad: bool) -> Tensor:
         )
     else:
         made = torch.sparse_compressed_tensor(*parts, layout=kind, device=device)
-    return made.clone().requires_grad_(grad)
+    return made.clone()
 
 
-def _subclass(plain: Tensor, kind: bytes, grad: bool) -> Tensor:
-    made: Tensor = plain.clone().as_subclass(pickle.loads(kind))
-    return made.requires_grad_(grad)
+def _subclass(plain: Tensor, kind: bytes) -> Tensor:
+    return plain.clone().as_subclass(pickle.loads(kind))  # type: ignore[no-any-return]
 
 
-def _saved(data: bytes, grad: bool) -> Tensor:
+def _saved(data: bytes) -> Tensor:
     made: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-    return made.to(_opening.get()[2]).requires_grad_(grad)
+    return made.to(_opening.get()[2])
 
 
 Flat = tuple[bytes, bytes, npt.NDArray[np.uint8]]

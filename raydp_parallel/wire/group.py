@@ -70,10 +70,13 @@ _TRY, _TRIES = 1.0, 5
 """Seconds in which they then connect to each other, and how often gloo tries that."""
 
 
-def open_store(members: int, host: str | None) -> Any:
-    """Make the store by which members of a group find each other: memory, or a port of a host."""
+def open_store(members: int, host: str | None) -> tuple[object, Window | tuple[str, int]]:
+    """Make the store by which members of a group find each other: memory, or a port of a host;
+    returns it and its address.
+    """
     if host is None:
-        return Window((members + 1) * _PART)
+        window = Window((members + 1) * _PART)
+        return window, window
     listener = socket.socket()
     listener.bind((host, 0))  # torch by itself would listen on all interfaces
     listener.listen(128)
@@ -82,7 +85,7 @@ def open_store(members: int, host: str | None) -> Any:
         for _ in range(_DESCRIPTORS):
             spare.callback(os.close, os.dup(listener.fileno()))
     listening = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-    return dist.TCPStore(host, port, is_master=True, **listening)
+    return dist.TCPStore(host, port, is_master=True, **listening), (host, port)
 
 
 def close_store(store: object) -> None:
@@ -186,6 +189,7 @@ class Exchange:
                 store = dist.PrefixStore("nccl", self._store)
                 theirs = dist.ProcessGroupNCCL.Options()
                 self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, theirs)
+            self._group = self._nccl or self._gloo  # by which tensors go
         except (RuntimeError, OSError) as error:
             text = f"the replicas of a call could not find each other: {error}"
             raise Abandoned(text) from None
@@ -218,7 +222,7 @@ class Exchange:
         own = self._near(rows)
         got = torch.empty_like(own)
         self.meet(mark, rows[0].nbytes, number)
-        self._do("alltoall_base", dist.AllToAllOptions(), got, own, [], [])
+        self._do(self._group, "alltoall_base", dist.AllToAllOptions(), got, own, [], [])
         return got.to(rows.device)
 
     def share(self, row: Tensor, mark: int = 0, number: int = 0) -> Tensor:
@@ -230,7 +234,7 @@ class Exchange:
         own, options = self._near(run), dist.BroadcastOptions()
         options.rootRank = self.root
         self.meet(0, run.nbytes)
-        self._do("broadcast", options, [own])
+        self._do(self._group, "broadcast", options, [own])
         if own is not run:
             run.copy_(own)
 
@@ -253,19 +257,20 @@ class Exchange:
         for piece in pieces:
             own = self._near(piece)
             rows, part = got[: own.nbytes].view(own.dtype), own.numel() // self.size
-            self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
+            self._do(self._group, "alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
             parts = rows.view(self.size, part)
             total = parts[order[0]]
             for member in order[1:]:
                 total.add_(parts[member])
             if root is None:
                 options = dist.distributed_c10d.AllgatherOptions()
-                self._do("_allgather_base", options, own, total)
+                self._do(self._group, "_allgather_base", options, own, total)
             else:
                 sent = [part if rank == root else 0 for rank in range(self.size)]
                 taken = [part if self.rank == root else 0] * self.size
                 options = dist.AllToAllOptions()
-                self._do("alltoall_base", options, own[: sum(taken)], total, taken, sent)
+                into = own[: sum(taken)]
+                self._do(self._group, "alltoall_base", options, into, total, taken, sent)
             if own.device != piece.device:
                 piece.copy_(own)
 
@@ -278,7 +283,7 @@ class Exchange:
     def close(self) -> None:
         """Leave the group; members that wait for this one get an error."""
         groups, begun = [self._gloo, self._nccl], self._begun
-        self._gloo = self._nccl = self._begun = None
+        self._gloo = self._nccl = self._group = self._begun = None
         self.closed = True
         with contextlib.suppress(RuntimeError):
             self._store.set(_GONE, b"1")
@@ -293,7 +298,7 @@ class Exchange:
         """
         own = torch.tensor([mark, size, number], device="cpu").expand(self.size, -1).contiguous()
         rows = torch.empty_like(own)
-        self._do("alltoall_base", dist.AllToAllOptions(), rows, own, [], [], marks=True)
+        self._do(self._gloo, "alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
         marks, sizes, numbers = rows.T.tolist()
         self.numbers: list[int] = numbers  # that members gave as they met last, by rank
         if len({*zip(marks, sizes, strict=True)}) == 1:
@@ -309,9 +314,8 @@ class Exchange:
         """Bring a tensor to the memory in which the group works."""
         return t.detach().contiguous().to(self._device)
 
-    def _do(self, verb: str, options: Any, *tensors: object, marks: bool = False) -> None:
-        """Let all members do one operation, and wait until it is done. Marks go by gloo."""
-        group = self._gloo if marks or self._nccl is None else self._nccl
+    def _do(self, group: object, verb: str, options: Any, *tensors: object) -> None:
+        """Let all members do one operation, and wait until it is done."""
         if group is None:
             raise Abandoned("this replica has left the group of the call's replicas")
         options.timeout = self._patience

@@ -92,13 +92,12 @@ class Window(Run):
 
     map: mmap.mmap
 
-    def __init__(self, size: int, fd: int | None = None, private: bool = False) -> None:
+    def __init__(self, size: int, fd: int | None = None, flags: int = mmap.MAP_SHARED) -> None:
         size = max(PAGE, -(-size // PAGE) * PAGE)
         if fd is None:
             fd = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
         self.fd, self._unused = fd, 0
-        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self.map = mmap.mmap(fd, size, flags=flags)
         super().__init__(torch.frombuffer(self.map, dtype=torch.uint8))
         # Tensors keep the mapping when the window is gone, and the mapping its descriptor.

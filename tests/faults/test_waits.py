@@ -263,8 +263,7 @@ def test_another_process_that_connects(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["memory", "port"])
 def test_a_group_that_is_gone_cannot_be_joined(host: str | None) -> None:
     """Its members see that, and who is late gets it for an answer, and not a group's patience."""
-    store: Any = open_store(2, host)
-    address = store if host is None else (host, store.port)
+    store, address = open_store(2, host)
 
     def member(rank: int) -> Exchange:
         return Exchange(ExchangeRequest("a group", rank, 2, 300.0, address=address), CPU)

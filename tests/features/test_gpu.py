@@ -89,7 +89,7 @@ def test_replicas_that_hang_in_nccl_share_one_deadline(caplog: pytest.LogCapture
 def test_a_group_listens_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's nodes lack that of a driver whose node is about to end."""
     monkeypatch.setattr(ray_api, "nodes", lambda: [mock.Mock(address="192.0.2.1")])
-    assert group.open_store(2, ray_api.own_address()).port
+    assert group.open_store(2, ray_api.own_address())[1]
 
 
 def test_odd_tensors_go_where_plain_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
