@@ -413,13 +413,11 @@ class Backward:
                 derived=None if makes is None else makes.key,
                 moved=moved[part.master],
             )
-            trip = _Trip(part, [graph for graph, _ in given], request)
+            trip = _Trip(part, [graph for graph, _ in given], request, self._gradients)
+            trips.append(trip)
             trip.makes = makes
             if makes is not None and call.group is None:
                 makes.recipe = [trip]
-            if self._gradients is not None and max(request.needed, default=SENT) >= KEPT:
-                trip.keep(self._gradients.of(i))
-            trips.append(trip)
         return trips
 
     def _summing(self) -> list[ExchangeRequest]:
@@ -457,19 +455,23 @@ class Backward:
 class _Trip(Call):
     """One chunk's backward, from the outputs of these graphs that have gradients."""
 
-    def __init__(self, part: Part, graphs: Sequence[RemoteGraph], request: BackwardRequest) -> None:
+    def __init__(
+        self,
+        part: Part,
+        graphs: Sequence[RemoteGraph],
+        request: BackwardRequest,
+        gradients: Gradients | None,
+    ) -> None:
         super().__init__(part.slot, "backward", master=part.master)
         self.needs = [part.graph, *[graph for graph in graphs if graph is not part.graph]]
         self.kept: Kept | None = None
         self.life = 0  # of the replica that keeps gradients
+        if gradients is not None and max(request.needed, default=SENT) >= KEPT:
+            self.recipes = {graph: graph.recipe for graph in self.needs}
+            self.kept = gradients.of(part.terms.chunk)
+            self.needs = [self.kept, *self.needs]
         self.part, self._request = part, request
         self._versions = versions_of(request.grads)
-
-    def keep(self, kept: Kept) -> None:
-        """Let gradients stay in the replica, with what the chunk has kept so far."""
-        self.recipes = {graph: graph.recipe for graph in self.needs}
-        self.kept = kept
-        self.needs = [kept, *self.needs]
 
     def request(self, slot: ReplicaSlot, attempt: int) -> BackwardRequest:
         """Return the request; after the first attempt the driver sums."""

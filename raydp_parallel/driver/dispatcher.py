@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from torch import Tensor
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import OWN, Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver.gradients import Sums
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
@@ -131,19 +131,13 @@ class Pending:
         return here and (self.answer is not None or client.unsent == 0)
 
 
-def copied(answer: Answer) -> Answer:
+def copied(value: object) -> Any:
     """Copy the tensors of an answer, so that it outlives the next request."""
-    output, writes = answer.output, answer.writes
-    if output is not None:
-        output = output._replace(tensors=_copies(output.tensors))
-    writes = writes._replace(values=_copies(writes.values))
-    return answer._replace(output=output, rows=tuple(map(_copies, answer.rows)), writes=writes)
-
-
-def _copies(row: Sequence[Tensor | None]) -> Row:
-    return Row(
-        [t if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in row]
-    )
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if not isinstance(value, (list, tuple)):
+        return value
+    return getattr(value, "_make", type(value))(map(copied, value))
 
 
 @dataclass

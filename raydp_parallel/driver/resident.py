@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY, Lagging
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.state.run import seen
-from raydp_parallel.wire.codec import Parcel, parcel
+from raydp_parallel.wire.codec import parcel
 from raydp_parallel.wire.messages import (
     ExchangeRequest,
     ResumeRequest,
@@ -94,7 +95,7 @@ class Weights:
             weights: dict[int, Tensor] | None = None
             states: dict[int, States] = {}
             if self.lacking:
-                weights, states = self._weights(), self._states()
+                weights, states = self._snapshot("weights"), self._snapshot("optimizers")
             elif self.held.get(slot, (*now, 0))[:2] != now:  # its weights are those of other steps
                 slot.revisions.pop(master.number, None)
             optimizers = {}
@@ -114,23 +115,12 @@ class Weights:
         now = slot.life, self.steps, self.recalls
         return self._master.number in slot.revisions and self.held.get(slot) == now
 
-    def _weights(self) -> dict[int, Tensor]:
-        request = SnapshotRequest(self._master.number, optimizers=False)
-        found: dict[int, Tensor] = self._snapshot(request).load()
-        return found
-
-    def _states(self) -> dict[int, States]:
-        request = SnapshotRequest(self._master.number, optimizers=True)
-        found: dict[int, States] = self._snapshot(request).load()
-        return found
-
-    def _snapshot(self, request: SnapshotRequest) -> Parcel:
-        """Fetch what a replica has that has made all steps."""
-        while True:
-            answer = self._dispatcher.ask(Call(self.source(), "step", request))
-            output = None if answer is None else copied(answer).output
-            if output is not None:
-                return output
+    def _snapshot(self, of: Literal["weights", "optimizers"]) -> Any:
+        """Fetch the one or the other from a replica that has made all steps."""
+        request = SnapshotRequest(self._master.number, of)
+        while (answer := self._dispatcher.ask(Call(self.source(), "step", request))) is None:
+            pass  # it died
+        return copied(answer).output.load()
 
     def source(self) -> ReplicaSlot:
         """Return the slot of a replica that has made all steps."""
@@ -153,14 +143,14 @@ class Weights:
     def pull(self) -> None:
         """Bring the driver's weights up to date."""
         if self._at < self.steps:
-            PLAINLY(self._master.take, (), (self._weights(),))
+            PLAINLY(self._master.take, (), (self._snapshot("weights"),))
             self._at = self.steps
         self._master.catch_up()
 
     def pull_states(self) -> None:
         """Bring the driver's optimizers up to date."""
         if self._states_at < self.steps:
-            for number, (groups_, state) in self._states().items():
+            for number, (groups_, state) in self._snapshot("optimizers").items():
                 self.optimizers[number].arrive(groups_, state)
             self._states_at = self.steps
 

@@ -184,4 +184,4 @@ class Resident:
             groups = [{**row, "params": [slots[p] for p in row["params"]]} for row in rows]
             held = {slot: p for p, slot in slots.items() if p in optimizer.state}
             states[number] = groups, {n: dict(optimizer.state[p]) for n, p in held.items()}
-        return parcel(states if request.optimizers else weights, "optimizer")
+        return parcel(weights if request.of == "weights" else states, "optimizer")

@@ -7,7 +7,7 @@ and models that nobody can ask for any more, and slots are numbers of a model's 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -173,7 +173,8 @@ class SnapshotRequest(NamedTuple):
     """A request for what a replica trains."""
 
     model: int
-    optimizers: bool  # by number each optimizer's groups, and its state by slot; else the weights
+    # The weights, by slot; or of each optimizer, by number, its groups, and its state by slot.
+    of: Literal["weights", "optimizers"]
 
 
 class GradientsRequest(NamedTuple):

@@ -138,10 +138,7 @@ def home(space: dict[str, object]) -> types.ModuleType | None:
     return found if mine else None
 
 
-Cells = tuple[types.CellType, ...] | None
-
-
-def _make_in(home: types.ModuleType, code: types.CodeType, closure: Cells) -> types.FunctionType:
+def _make_in(home: types.ModuleType, code: types.CodeType, closure: Any) -> types.FunctionType:
     return types.FunctionType(code, vars(home), closure=closure)
 
 
