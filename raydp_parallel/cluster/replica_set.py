@@ -32,6 +32,7 @@ from raydp_parallel.options import Options
 _INSTEAD = "Its chunks run again on other replicas, and a new one starts in the background"
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
+_UNKNOWN = Hello(0, "", "")
 _CLOSED = "this executor was closed: make another, or leave `executor` out to use the process's"
 
 
@@ -42,6 +43,7 @@ class ReplicaSlot:
     place: Place
     index: int  # its number in the executor
     client: Client = field(init=False)  # of its replica, or of the last one; none in life 0
+    hello: Hello = _UNKNOWN  # its description of itself
     life: int = 0  # the number of processes that it has had
     # "ready", "starting" (after its cluster was left), "dead", "away" (an elastic executor has no
     # room for it) or "closed".
@@ -61,14 +63,11 @@ class ReplicaSlot:
 
     def info(self) -> ReplicaInfo:
         """Describe it for users."""
-        device = self.place.device
-        known = self.life and self.state != "starting"
-        hello = self.client.hello if known else Hello(0, "", device)
-        pages = "0 0"
+        hello, pages = self.hello, "0 0"
         with contextlib.suppress(OSError):  # it has ended, or is not on this machine
             pages = Path(f"/proc/{hello.pid if hello.near else 0}/statm").read_text()
         about = hello.node, hello.pid, self.state, hello.gpu, int(pages.split()[1]) * mmap.PAGESIZE
-        return ReplicaInfo(self.index, device, *about)
+        return ReplicaInfo(self.index, self.place.device, *about)
 
     def __str__(self) -> str:
         info = self.info()
@@ -177,7 +176,7 @@ class ReplicaSet:
                 log.warning("your Ray was shut down, and its replicas with it; starting new ones")
             self._stop_successors()
             for slot in self.slots.values():
-                slot.state = "starting"
+                slot.state, slot.hello = "starting", _UNKNOWN
             self._starter = Starter(self.recorder.name, self.options)
             self.threads = self._starter.threads
         return self._starter
@@ -193,15 +192,15 @@ class ReplicaSet:
                 slot = self.slots[place] = ReplicaSlot(place, index)
                 if place in started:  # an elastic executor may begin without it
                     self._install(slot, started[place])
-            check_balance([(slot.place.number, slot.client.hello) for slot in self.ready()])
+            check_balance([(slot.place.number, slot.hello) for slot in self.ready()])
         for place in asked:
             if not self.slots[place].ready:
                 self._succeed(self.slots[place])
 
     def _install(self, slot: ReplicaSlot, client: Client) -> None:
         """Let a slot have a new replica, which holds nothing."""
-        slot.client, slot.state, slot.successor = client, "ready", None
-        slot.life += 1
+        slot.client, slot.hello, slot.successor = client, client.hello, None
+        slot.state, slot.life = "ready", slot.life + 1
         slot.answered, slot.forget, slot.revisions = set(), [], {}
         self.recorder.started(slot.info())
 
@@ -222,9 +221,9 @@ class ReplicaSet:
     def _leave_nodes(self, starter: Starter) -> None:
         """Leave nodes that are about to end, if replicas of the same kind stay elsewhere."""
         leaving, ready = starter.leaving(), self.ready()
-        staying = {slot.place.kind for slot in ready if slot.client.hello.node not in leaving}
+        staying = {slot.place.kind for slot in ready if slot.hello.node not in leaving}
         # The end of others, if it comes, is handled as a death.
-        going = [s for s in ready if s.client.hello.node in leaving and s.place.kind in staying]
+        going = [s for s in ready if s.hello.node in leaving and s.place.kind in staying]
         end_all(slot.client for slot in going)
         starter.release([slot.place for slot in going])
         for slot in going:

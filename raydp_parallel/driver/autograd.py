@@ -134,6 +134,10 @@ Stash = dict[CallNode, dict[int, dict[int, Tensor]]]
 """Gradients of outputs, by the call, the chunk and the number of the output."""
 
 
+Outputs = list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]
+"""One chunk's graphs that have gradients, with these by the number of their output."""
+
+
 @dataclass(eq=False)
 class EnginePass:
     """Gradients and handles that one pass of the engine brought so far."""
@@ -272,12 +276,13 @@ class Backward:
 
     def __init__(self, call: CallNode, stash: Stash, needed: Set[int]) -> None:
         self._call, self._stash, self._needed = call, stash, needed
+        self._dispatcher = call.executor.dispatcher
         if call.group is not None:  # all take part, or none: replicas add zeros
             for grads in stash.values():
                 for i in call.parts:
                     grads.setdefault(i, {})
         # For each chunk its graphs that have gradients, with these by the number of their output.
-        self._given: dict[int, list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]] = {}
+        self._given: dict[int, Outputs] = {}
         for i in sorted(set[int]().union(*stash.values())):
             calls = [(one, grads[i]) for one, grads in stash.items() if i in grads]
             self._given[i] = [(one.parts[i].graph, sorted(grads.items())) for one, grads in calls]
@@ -291,7 +296,7 @@ class Backward:
     def collect(self, stay: Set[int]) -> list[Tensor | None]:
         """First order: sum the chunks' gradients. Those of some leaves may ``stay`` in replicas."""
         call, parts = self._call, self._call.parts
-        with call.executor.replica_set.trip():
+        with self._dispatcher.replica_set.trip():
             master, *more = {part.master for part in parts.values()}
             resident = None if more or not stay else master.resident
             if resident is not None:
@@ -329,7 +334,7 @@ class Backward:
         handle = GraphHandle([*self._graphs.values()], [*dict.fromkeys(pinned)])
         rows: dict[int, list[Tensor]] = {}
         places: list[tuple[int, int, int]] = []
-        with call.executor.replica_set.trip():
+        with self._dispatcher.replica_set.trip():
             for (i, given), answer in zip(self._given.items(), self._run(), strict=True):
                 part, row, begin = call.parts[i], rows.setdefault(i, []), len(leaves)
                 leaves += [Leaf(grad, "input") for _, found in given for _, grad in found]
@@ -349,22 +354,22 @@ class Backward:
 
     def _run(self, sums: Sums | None = None) -> list[Answer]:
         """Make one trip; what adds gradients takes them as they come."""
-        call, executor = self._call, self._call.executor
-        layers = [] if call.group is None else groups.of_layers(executor.dispatcher, call.group)
+        call, dispatcher = self._call, self._dispatcher
+        layers = [] if call.group is None else groups.of_layers(dispatcher, call.group)
         summing = [] if self._kept or self._graphs else self._summing()
         trips = self._trips(layers or summing, SUMMED if summing else SENT)
         flight = Flight(trips, bool(layers or summing), bool(layers), None if summing else sums)
-        answers = executor.dispatcher.finish(executor.dispatcher.start(flight))  # [11] one trip
+        answers = dispatcher.finish(dispatcher.start(flight))  # [11] one trip
         if summing:
             answers = self._all_summed(trips, answers, summing[0].root)
             for at, answer in enumerate(answers):
                 if sums is not None:
                     sums.take(at, answer)
-        executor.replica_set.recorder.totals.backwards += 1
-        for trip, answer in zip(trips, answers, strict=True):
-            if trip.part.terms.first and answer.writes.slots:
-                trip.part.master.write_back(answer.writes, trip.part.mark)
-        executor.dispatcher.effects(flight, answers)
+        dispatcher.totals.backwards += 1
+        for part, answer in zip([call.parts[i] for i in self._given], answers, strict=True):
+            if part.terms.first and answer.writes.slots:
+                part.master.write_back(answer.writes, part.mark)
+        dispatcher.effects(flight, answers)
         for trip, answer in zip(trips, answers, strict=True):
             if trip.kept is not None:
                 rows = zip(trip.part.all, answer.reached, strict=True)
@@ -377,7 +382,7 @@ class Backward:
         plain fate of parameters' gradients that are not kept.
         """
         call, context = self._call, ambient.capture()
-        threads = call.executor.replica_set.threads(len(call.parts))
+        threads = self._dispatcher.replica_set.threads(len(call.parts))
         left_out = [leaf for at, (leaf, _) in enumerate(call.leaves) if at not in self._needed]
         # The graph of a derived call leads to more leaves than its own.
         partial = bool(call.parents) or any([leaf.requires_grad for leaf in left_out])
@@ -413,7 +418,7 @@ class Backward:
                 derived=None if makes is None else makes.key,
                 moved=moved[part.master],
             )
-            trip = _Trip(part, [graph for graph, _ in given], request, self._gradients)
+            trip = _Trip(part, given, request, self._gradients)
             trips.append(trip)
             trip.makes = makes
             if makes is not None and call.group is None:
@@ -433,22 +438,21 @@ class Backward:
             wanted = [call.leaves[at] for at in self._needed]
             return sum([leaf.nbytes for leaf, kind in wanted if kind == "parameter"])
 
-        return groups.direct(call.executor.dispatcher, [part.slot for part in parts], size)
+        return groups.direct(self._dispatcher, [part.slot for part in parts], size)
 
     def _all_summed(self, trips: Sequence[_Trip], answers: list[Answer], root: int) -> list[Answer]:
         """See to it that the root has the sums of all, or that each has its own gradients."""
         summed = [any(answer.reached) for answer in answers]
         if any(answer.failure is not None for answer in answers) or all(summed):
             return answers
-        executor = self._call.executor
-        if not summed[root] and executor.dispatcher.groups:
+        dispatcher = self._dispatcher
+        if not summed[root] and dispatcher.groups:
             # Nobody died: chunks have gradients of different parameters.
             trips[root].part.master.alike = False
         if any(summed):  # what some gave is lost, or was made once more: all again, without a group
             for graph in [graph for trip in trips for graph in trip.needs]:
                 graph.life = -1  # its replica may have freed it
-            flight = executor.dispatcher.start(Flight(trips, attempt=1))
-            answers = executor.dispatcher.finish(flight)
+            answers = dispatcher.finish(dispatcher.start(Flight(trips, attempt=1)))
         return answers
 
 
@@ -456,14 +460,10 @@ class _Trip(Call):
     """One chunk's backward, from the outputs of these graphs that have gradients."""
 
     def __init__(
-        self,
-        part: Part,
-        graphs: Sequence[RemoteGraph],
-        request: BackwardRequest,
-        gradients: Gradients | None,
+        self, part: Part, given: Outputs, request: BackwardRequest, gradients: Gradients | None
     ) -> None:
         super().__init__(part.slot, "backward", master=part.master)
-        self.needs = [part.graph, *[graph for graph in graphs if graph is not part.graph]]
+        self.needs = [part.graph, *[graph for graph, _ in given if graph is not part.graph]]
         self.kept: Kept | None = None
         self.life = 0  # of the replica that keeps gradients
         if gradients is not None and max(request.needed, default=SENT) >= KEPT:

@@ -165,8 +165,7 @@ class Group:
     """
 
     def __init__(self, slots: Sequence[ReplicaSlot], seat: ExchangeRequest) -> None:
-        near = all(slot.life and slot.client.hello.near for slot in slots)
-        host = None if near else ray_api.own_address()
+        host = None if all(slot.hello.near for slot in slots) else ray_api.own_address()
         self._store, self.address = open_store(len(slots), host)
         name = f"group {next(_names)}"
         links = [slot.client.link if slot.life else "" for slot in slots]
@@ -184,7 +183,7 @@ class Dispatcher:
     """Runs chunks on the replicas of a set."""
 
     def __init__(self, replica_set: ReplicaSet) -> None:
-        self.replica_set = replica_set
+        self.replica_set, self.totals = replica_set, replica_set.recorder.totals
         self.groups: dict[object, Group] = {}  # in which they exchange tensors, by their members
         self.failed_joins = 0  # how often they could not join one that uses NCCL
         self.owed: dict[ReplicaSlot, Pending] = {}  # requests without an answer, of each the last
@@ -366,12 +365,11 @@ class Dispatcher:
             raise
         del slot.forget[: len(forget)]
         pending.sent = True
-        recorder = self.replica_set.recorder
         if isinstance(request, (ForwardRequest, ResumeRequest)) and request.update is not None:
             slot.revisions[request.model] = request.update.revision
-            recorder.totals.state_sends += 1
-            recorder.totals.state_bytes += request.update.size
-        recorder.called(slot.index)
+            self.totals.state_sends += 1
+            self.totals.state_bytes += request.update.size
+        self.replica_set.recorder.called(slot.index)
         return pending
 
     def _limit(self, pending: Pending) -> float | None:
@@ -434,9 +432,8 @@ class Dispatcher:
         """Collect what a slot's replica lacks of a model, with weights in the place of its own."""
         self.settle(slot)  # it may say that it lacks all
         way: Way = "sent"
-        hello = slot.client.hello
-        if hello.near and (slot.client.link != "ipc" or master.home.type == "cpu"):
-            way = "mapped" if hello.device == "cpu" else "shared"
+        if slot.hello.near and (slot.client.link != "ipc" or master.home.type == "cpu"):
+            way = "mapped" if slot.hello.device == "cpu" else "shared"
         if master.is_stale(way):  # see [Note: who reads a run]
             for other in self.replica_set.ready():
                 self.settle(other)

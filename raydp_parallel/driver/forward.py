@@ -218,7 +218,7 @@ def start(
     chunks of several calls may run ``at_once``: then none writes back.
     """
     ambient.refuse_transforms()
-    context = ambient.capture()
+    context, dispatcher = ambient.capture(), executor.dispatcher
     with executor.replica_set.trip():
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
@@ -244,23 +244,23 @@ def start(
                 master.sync()  # [2] look
                 if resident is not None and master.edited:
                     resident.recall()
-            seats = groups.of_layers(executor.dispatcher, slots) if together else ()
+            seats = groups.of_layers(dispatcher, slots) if together else ()
             spread: Sequence[ExchangeRequest] = ()
             if len(masters) == 1:
                 lacking = partial(masters[0].lacking, [slot.revisions for slot in slots])
-                spread = groups.direct(executor.dispatcher, slots, lacking)
+                spread = groups.direct(dispatcher, slots, lacking)
             for i, call in enumerate(calls):
                 call.begin(seats[i] if seats else None, spread[i] if spread else None)
             handle = GraphHandle([call.makes for call in calls if call.makes is not None])
             grouped = bool(seats or spread)
-            flight = executor.dispatcher.start(Flight(calls, grouped, together))
+            flight = dispatcher.start(Flight(calls, grouped, together))
             # Replicas compute now, and this process has time.
             edited = [master.verify() for master in masters]  # [5] verify
             if not any(edited):
                 return Forward(settings, calls, flight, handle)
             # Contents had changed behind their versions: the same forward, with these.
-            executor.dispatcher.finish(flight)
-            executor.replica_set.recorder.totals.reruns += 1
+            dispatcher.finish(flight)
+            dispatcher.totals.reruns += 1
 
 
 @dataclass
@@ -279,13 +279,13 @@ class Forward:
             lend: True if outputs may lie in memory that the next call overwrites, where all that
                 gather makes of them is new. The caller holds the executor's lock until then.
         """
-        executor = self.settings.executor
-        with executor.replica_set.lock:  # answers lie in windows until their outputs are taken
-            with executor.replica_set.trip():
-                answers = executor.dispatcher.finish(self.flight)  # [7] wait
+        dispatcher = self.settings.executor.dispatcher
+        with dispatcher.replica_set.lock:  # answers lie in windows until their outputs are taken
+            with dispatcher.replica_set.trip():
+                answers = dispatcher.finish(self.flight)  # [7] wait
                 # The weights have arrived: who fails now has left no group, but for layers'.
                 self.flight.grouped = self.flight.together
-                executor.replica_set.recorder.totals.forwards += 1
+                dispatcher.totals.forwards += 1
                 models = {call.model for call in self.calls if call.makes is not None}
                 overlays = {model: model.overlay() for model in models}
                 for call in self.calls:
@@ -295,7 +295,7 @@ class Forward:
                 for call, answer in zip(self.calls, answers, strict=True):
                     if call.terms.first and answer.writes.slots:  # [8] effects
                         call.model.write_back(answer.writes)
-                executor.dispatcher.effects(self.flight, answers)
+                dispatcher.effects(self.flight, answers)
             outputs: list[Parcel] = []
             lend = lend and not batch.registered
             for call, answer in zip(self.calls, answers, strict=True):

@@ -90,11 +90,11 @@ def _may_use_nccl(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> bool:
     """Tell if these are all GPUs of the executor, each a whole card: NCCL takes gigabytes for each
     set of them, and refuses a second part of one card.
     """
-    hellos = [slot.client.hello for slot in slots if slot.life]
+    hellos = [slot.hello for slot in slots]
     gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if hello.gpu}
     if not 1 < len(gpus) == len(slots) or any("MIG" in hello.gpu for hello in hellos):
         return False
-    everyone = {slot for slot in dispatcher.replica_set.ready() if slot.client.hello.gpu}
+    everyone = {slot for slot in dispatcher.replica_set.ready() if slot.hello.gpu}
     ways = dispatcher.replica_set.options.ways
     return dispatcher.failed_joins < _MOST_JOINS and "nccl" in ways and {*slots} == everyone
 

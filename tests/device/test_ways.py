@@ -168,12 +168,11 @@ def test_nccl_is_for_all_gpus_and_for_whole_cards() -> None:
     """It takes gigabytes for each set of GPUs, and refuses a second part of a card."""
     options = Options(gpu_paths=("nccl",), metrics=False)
     with mock.patch.object(groups, "join"), Executor([0, 1, 2], options=options) as executor:
-        slots = executor.slots([0, 1, 2])
-        assert groups.direct(executor, slots, lambda: 1 << 20)
-        assert not groups.direct(executor, slots[:2], lambda: 1 << 20)
-        client: Any = slots[0].client
-        client.hello = client.hello._replace(gpu="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
-        assert not groups.direct(executor, slots, lambda: 1 << 20)
+        slots, dispatcher = executor.slots([0, 1, 2]), executor.dispatcher
+        assert groups.direct(dispatcher, slots, lambda: 1 << 20)
+        assert not groups.direct(dispatcher, slots[:2], lambda: 1 << 20)
+        slots[0].hello = slots[0].hello._replace(gpu="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+        assert not groups.direct(dispatcher, slots, lambda: 1 << 20)
 
 
 @pytest.fixture

@@ -288,8 +288,8 @@ def test_a_death_while_another_joins(
     """The one that joins late neither waits for the dead, nor counts as one that hangs."""
     join, close = groups._join, groups.Group.close
 
-    def dying(executor: Executor, slots: Any, group: Any) -> Any:
-        late, dead = (slot.client.hello.pid for slot in slots)
+    def dying(dispatcher: Dispatcher, slots: Any, group: Any) -> Any:
+        late, dead = (slot.hello.pid for slot in slots)
         os.kill(dead, signal.SIGKILL)
         os.kill(late, signal.SIGSTOP)
 
@@ -299,7 +299,7 @@ def test_a_death_while_another_joins(
 
         monkeypatch.undo()
         monkeypatch.setattr(groups.Group, "close", left)
-        return join(executor, slots, group)
+        return join(dispatcher, slots, group)
 
     deaths, found = killable.stats().deaths, []
     for disturbed in (False, True):

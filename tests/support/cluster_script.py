@@ -137,7 +137,7 @@ def two_nodes(net: nn.Module) -> None:
         assert same(train(trained, 2, 3, inside=True), train(on_cpus(net, 2), 2, 3))
         assert len({*nodes_of(executor)}) == 2 and nodes_of(executor) == sorted(nodes_of(executor))
         assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
-        assert not any(slot.client.hello.near for slot in executor.slots([0, 1]))
+        assert not any(slot.hello.near for slot in executor.slots([0, 1]))
         print("two nodes train as one process does, a package that only the driver has")
         begun = time.monotonic()
         try:

@@ -243,8 +243,8 @@ def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[N
     numbers, due = itertools.count(), []
 
     def end(slot: Any) -> None:
-        os.kill(slot.client.hello.pid, signal.SIGKILL)
-        assert ended(slot.client.hello.pid)
+        os.kill(slot.hello.pid, signal.SIGKILL)
+        assert ended(slot.hello.pid)
 
     def knows(slot: Any) -> bool:
         trained = [m.resident.weights for m in executor._masters.values() if m.resident]
