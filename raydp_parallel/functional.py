@@ -68,9 +68,9 @@ class RemoteReplica:
         self, args: object, kwargs: Keywords, dim: int = 0, number: int | None = None
     ) -> ForwardChunk:
         """Make a chunk of arguments for this replica. An exception names its number, if any."""
-        where = None if number is None else f"in replica {number} on device {self.device_id}"
+        prefix = None if number is None else f"in replica {number} on device {self.device_id}"
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
-        given = self._slot, self.module, positional, kwargs, where
+        given = self._slot, self.module, positional, kwargs, prefix
         rows = next(batch.sizes((positional, kwargs), dim), 0)
         return ForwardChunk(*given, rows, self._detach, self._called)
 

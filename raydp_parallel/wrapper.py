@@ -198,7 +198,8 @@ class DataParallel(nn.DataParallel[T]):
             return ExecutorStats("in place", (), "in place")
         found = self.executor.stats()
         trained = self.executor.master(self.module).resident
-        return found if trained is None else replace(found, steps_behind=trained.weights.behind)
+        behind = 0 if trained is None else trained.weights.steps_behind
+        return replace(found, steps_behind=behind)
 
     def optimizer(
         self, kind: type[torch.optim.Optimizer], params: ParamsT | None = None, **keywords: Any

@@ -214,10 +214,10 @@ class Holds:
         new = [place for place in wanted if place not in self._holds]
         missing = [place for place in new if booked(place.kind, self._options)]
         found |= {place: Hold(None, 0, home[place]) for place in new if place not in missing}
-        near = [[place] for place in missing if place in home]
+        parts = [[place] for place in missing if place in home]
         taken = {}
-        if near and not self._options.label_selector and (elastic or len(near) == len(missing)):
-            taken = self._ask(near, home, over)
+        if parts and not self._options.label_selector and (elastic or len(parts) == len(missing)):
+            taken = self._ask(parts, home, over)
         if missing and not taken:
             taken = self._ask([[p] for p in missing] if elastic else [missing], {}, over)
         with self._lock:

@@ -107,16 +107,16 @@ def download(tensors: list[Tensor], layout: Layout, window: Run) -> torch.cuda.S
     if gpu is None:
         copy_row(window.views(layout), tensors)
         return None
-    stream, near = torch.cuda.current_stream(gpu), window.memory.device == gpu
-    flat = window.memory if near else torch.empty(layout.size, dtype=torch.uint8, device=gpu)
+    stream, on_gpu = torch.cuda.current_stream(gpu), window.memory.device == gpu
+    flat = window.memory if on_gpu else torch.empty(layout.size, dtype=torch.uint8, device=gpu)
     mine, rest = [t.device == gpu for t in tensors], [t.device != gpu for t in tensors]
-    there = window.views(layout) if near else layout.views(flat)
+    there = window.views(layout) if on_gpu else layout.views(flat)
     copy_row([*compress(there, mine)], [*compress(tensors, mine)])
-    if not near:
+    if not on_gpu:
         copy_down(flat, window, 0, layout.size)
     if any(rest):  # over what lay between the others
         copy_row([*compress(window.views(layout), rest)], [*compress(tensors, rest)])
-    if near:
+    if on_gpu:
         stream.synchronize()
     return stream
 

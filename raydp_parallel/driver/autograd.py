@@ -88,7 +88,7 @@ class CallNode:
     executor: Executor
     leaves: Sequence[Leaf]  # that gradients may be asked for
     unused: UnusedGrads
-    group: Sequence[ReplicaSlot] | None  # the chunks' slots, if layers exchange tensors
+    layer_slots: Sequence[ReplicaSlot] | None  # the chunks' slots, if layers exchange tensors
     parts: dict[int, Part]  # its chunks that have a graph, by number
     parents: Sequence[CallNode] = ()  # that it is derived from
     token: Tensor | None = None  # the output of its Fork
@@ -109,7 +109,7 @@ class CallNode:
                 Variable._execution_engine.queue_callback(lambda: found.pinned.clear())
         return found
 
-    def settle(
+    def fill_unused(
         self, sums: Mapping[int, Tensor], needed: Set[int], filled: Set[str]
     ) -> list[Tensor | None]:
         """Give unused parameters what upstream gives them (row B3).
@@ -277,15 +277,15 @@ class Backward:
     def __init__(self, call: CallNode, stash: Stash, needed: Set[int]) -> None:
         self._call, self._stash, self._needed = call, stash, needed
         self._dispatcher = call.executor.dispatcher
-        if call.group is not None:  # all take part, or none: replicas add zeros
+        if call.layer_slots is not None:  # all take part, or none: replicas add zeros
             for grads in stash.values():
                 for i in call.parts:
                     grads.setdefault(i, {})
         # For each chunk its graphs that have gradients, with these by the number of their output.
-        self._given: dict[int, Outputs] = {}
+        self._outputs: dict[int, Outputs] = {}
         for i in sorted(set[int]().union(*stash.values())):
             calls = [(one, grads[i]) for one, grads in stash.items() if i in grads]
-            self._given[i] = [(one.parts[i].graph, sorted(grads.items())) for one, grads in calls]
+            self._outputs[i] = [(one.parts[i].graph, sorted(grads.items())) for one, grads in calls]
         # The leaves whose gradients stay in the replicas.
         self._gradients: Gradients | None = None
         self._kept: dict[int, Sum] = {}
@@ -300,14 +300,14 @@ class Backward:
             master, *more = {part.master for part in parts.values()}
             resident = None if more or not stay else master.resident
             if resident is not None:
-                resident.begin()
+                resident.begin_backward()
                 self._gradients = resident.gradients
                 for at in stay:
                     leaf, kind = call.leaves[at]
                     if kind == "parameter" and PLAINLY(self._gradients.keeps, (), (leaf,)):
                         self._kept[at] = self._gradients.sums[leaf]
-            others = parts.keys() - self._given.keys()
-            chunks = [parts[i] for i in (*self._given, *others)]
+            others = parts.keys() - self._outputs.keys()
+            chunks = [parts[i] for i in (*self._outputs, *others)]
             adding = Sums(master, call.leaves, [(part.leaves, part.inputs) for part in chunks])
             self._run(adding)
             sums = adding.finish(call.unused)
@@ -319,7 +319,7 @@ class Backward:
                 # Of sparse ones the sum comes, and is added to what is kept.
                 if resident is not None and (one.chunks or (zeros and at not in sums)):
                     PLAINLY(resident.gradients.stand_in, (), (one,))
-        return call.settle(sums, self._needed - self._kept.keys(), filled)
+        return call.fill_unused(sums, self._needed - self._kept.keys(), filled)
 
     def derive(self, pinned: Sequence[GraphHandle]) -> list[Tensor | None]:
         """Higher order: the same trip, with results that can be differentiated again. The handles
@@ -327,15 +327,15 @@ class Backward:
         """
         call = self._call
         leaves: list[Leaf] = []
-        derived = CallNode(call.executor, leaves, call.unused, call.group, {}, [*self._stash])
+        derived = CallNode(call.executor, leaves, call.unused, call.layer_slots, {}, [*self._stash])
         for one in (*self._stash, derived):
             one.shared = True
-        self._graphs = {i: RemoteGraph(next(call.executor.keys)) for i in self._given}
+        self._graphs = {i: RemoteGraph(next(call.executor.keys)) for i in self._outputs}
         handle = GraphHandle([*self._graphs.values()], [*dict.fromkeys(pinned)])
         rows: dict[int, list[Tensor]] = {}
         places: list[tuple[int, int, int]] = []
         with self._dispatcher.replica_set.trip():
-            for (i, given), answer in zip(self._given.items(), self._run(), strict=True):
+            for (i, given), answer in zip(self._outputs.items(), self._run(), strict=True):
                 part, row, begin = call.parts[i], rows.setdefault(i, []), len(leaves)
                 leaves += [Leaf(grad, "input") for _, found in given for _, grad in found]
                 inputs = range(begin, len(leaves))
@@ -350,12 +350,12 @@ class Backward:
         sums: dict[int, Tensor] = {}
         for leaf, i, k in places:
             sums[leaf] = sums[leaf] + rows[i][k] if leaf in sums else rows[i][k]
-        return call.settle(sums, self._needed, {call.leaves[at].kind for at in sums})
+        return call.fill_unused(sums, self._needed, {call.leaves[at].kind for at in sums})
 
     def _run(self, sums: Sums | None = None) -> list[Answer]:
         """Make one trip; what adds gradients takes them as they come."""
         call, dispatcher = self._call, self._dispatcher
-        layers = [] if call.group is None else groups.of_layers(dispatcher, call.group)
+        layers = [] if call.layer_slots is None else groups.of_layers(dispatcher, call.layer_slots)
         summing = [] if self._kept or self._graphs else self._summing()
         trips = self._trips(layers or summing, SUMMED if summing else SENT)
         flight = Flight(trips, bool(layers or summing), bool(layers), None if summing else sums)
@@ -366,8 +366,8 @@ class Backward:
                 if sums is not None:
                     sums.take(at, answer)
         dispatcher.totals.backwards += 1
-        for part, answer in zip([call.parts[i] for i in self._given], answers, strict=True):
-            if part.terms.first and answer.writes.slots:
+        for part, answer in zip([call.parts[i] for i in self._outputs], answers, strict=True):
+            if part.terms.reports and answer.writes.slots:
                 part.master.write_back(answer.writes, part.mark)
         dispatcher.effects(flight, answers)
         for trip, answer in zip(trips, answers, strict=True):
@@ -393,7 +393,7 @@ class Backward:
         marks = {part.master: part.mark for part in call.parts.values()}
         moved = {master: master.moved_since(mark) for master, mark in marks.items()}
         trips = []
-        for i, given in self._given.items():
+        for i, given in self._outputs.items():
             part, makes = call.parts[i], self._graphs.get(i)
             for at, one in self._kept.items():
                 fates[at] = ADDED if i in one.chunks else KEPT
@@ -421,7 +421,7 @@ class Backward:
             trip = _Trip(part, given, request, self._gradients)
             trips.append(trip)
             trip.makes = makes
-            if makes is not None and call.group is None:
+            if makes is not None and call.layer_slots is None:
                 makes.recipe = [trip]
         return trips
 
@@ -429,7 +429,7 @@ class Backward:
         """Return the seats by which replicas sum gradients of parameters, if all of them do."""
         call, parts = self._call, [*self._call.parts.values()]
         master = parts[0].master
-        if not 1 < len(parts) == len(self._given) or not master.alike:
+        if not 1 < len(parts) == len(self._outputs) or not master.alike:
             return []
         if not all(p.graph.on(p.slot) and p.master is master for p in parts):
             return []

@@ -64,7 +64,7 @@ class RemoteGraph:
         """Tell if a slot's replica has it."""
         return self.slot is slot and self.life == slot.life and slot.ready
 
-    def again(self, slot: ReplicaSlot, phase: str) -> list[Call]:
+    def remade_by(self, slot: ReplicaSlot, phase: str) -> list[Call]:
         """Return the calls that make it again."""
         if self.recipe is None:
             raise GraphLost(
@@ -215,7 +215,7 @@ class Dispatcher:
                 flight.sent[i] = self.send(slot, flight.calls[i], flight.attempt, life)
         except BaseException:  # some may have been sent, and wait for the others
             if flight.grouped:
-                self.leave()
+                self.close_groups()
             raise
         return flight
 
@@ -227,7 +227,7 @@ class Dispatcher:
             while True:
                 if flight.grouped:
                     waiting = [flight.sent.get(i) for i in chunks if i not in answers]
-                    self.wait_or_leave(waiting, self.leave)
+                    self.wait_or_leave(waiting, self.close_groups)
                 # Answers are taken in the order of chunks; the slowest one decides anyway.
                 died = ""
                 for i in [*flight.sent]:
@@ -251,7 +251,7 @@ class Dispatcher:
                 if len(answers) == len(chunks):
                     return [answers[i] for i in chunks]
                 if flight.grouped:
-                    self.leave()
+                    self.close_groups()
                 # The windows that hold earlier answers are about to be used again.
                 answers.update({i: copied(answer) for i, answer in answers.items()})
                 if taking is not None:
@@ -260,7 +260,7 @@ class Dispatcher:
                 self.start(flight)
         except BaseException:  # some may wait for others
             if flight.grouped:
-                self.leave()
+                self.close_groups()
             raise
 
     def effects(self, flight: Flight, answers: Sequence[Answer]) -> None:
@@ -273,12 +273,12 @@ class Dispatcher:
             if answer.failure is not None:
                 failed.append((answer.failure, call))
         if failed and flight.grouped:
-            self.leave()  # who failed has left it
+            self.close_groups()  # who failed has left it
         failed.sort(key=lambda pair: pair[0].name.endswith("Abandoned"))
         for failure, call in failed:
             exceptions.reraise(call.explain(failure), str(call.slot))
 
-    def leave(self) -> None:
+    def close_groups(self) -> None:
         """Make other groups next time: a member has left one, and all others leave theirs now."""
         while self.groups:
             self.groups.popitem()[1].close()
@@ -445,7 +445,7 @@ class Dispatcher:
         """Make a graph again whose replica died, or what a chunk had kept there. If this one dies,
         too, whoever needs it will see.
         """
-        for call in recipe or graph.again(slot, phase):
+        for call in recipe or graph.remade_by(slot, phase):
             what = call.changed()
             if what is not None:
                 raise StateChanged(

@@ -160,7 +160,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             for _ in range(0 if self.closed else 2):
                 try:
                     if master.resident is not None:
-                        master.resident.leave(master.trained.keys())
+                        master.resident.fetch_departing(master.trained.keys())
                     break
                 except Exception as error:  # of the last step, perhaps, which comes once
                     log.warning("closing an executor that trains: %s", error)

@@ -56,7 +56,7 @@ class ForwardChunk(NamedTuple):
     module: nn.Module
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    where: str | None  # the place that an exception names; None raises it as it is
+    error_prefix: str | None  # the place that an exception names; None raises it as it is
     rows: int  # how many it has
     detach: bool  # the module's parameters get no gradients
     called: Called  # in place of the module's forward
@@ -105,7 +105,7 @@ class ForwardCall(Call):
         """The tensors among its arguments that gradients may be asked for."""
         return [t for t in self._arguments.tensors if self.settings.grad and t.requires_grad]
 
-    def begin(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
+    def note_state(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
         self.terms, self._spread, master = self.terms._replace(group=seat), spread, self.model
         self.work = self.given.rows, type(self.given.module).__name__
@@ -165,7 +165,7 @@ class ForwardCall(Call):
         master, (revision, steps, versions, leaves) = self.model, self._before
         trained = None if master.resident is None else master.resident.weights
         if trained is None or trained.coming is None:
-            master.sync()
+            master.look()
         else:  # a step on its way was made before all that the program has done since
             master.look_at_tensors()
         what = master.changed_since(revision, self.overlay or ())
@@ -231,7 +231,7 @@ def start(
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
             first = at_once is None and all(call.model is not master for call in calls)
-            terms = Terms(i, context, threads, given.where, first)
+            terms = Terms(i, context, threads, given.error_prefix, first)
             calls.append(ForwardCall(settings, terms, master, given))
         masters = [*dict.fromkeys([call.model for call in calls])]
         slots = [given.slot for given in chunks]
@@ -241,8 +241,8 @@ def start(
                 resident = master.resident
                 if resident is not None:
                     resident.collect()
-                master.sync()  # [2] look
-                if resident is not None and master.edited:
+                master.look()  # [2] look
+                if resident is not None and master.trained_was_edited:
                     resident.recall()
             seats = groups.of_layers(dispatcher, slots) if together else ()
             spread: Sequence[ExchangeRequest] = ()
@@ -250,7 +250,7 @@ def start(
                 lacking = partial(masters[0].lacking, [slot.revisions for slot in slots])
                 spread = groups.direct(dispatcher, slots, lacking)
             for i, call in enumerate(calls):
-                call.begin(seats[i] if seats else None, spread[i] if spread else None)
+                call.note_state(seats[i] if seats else None, spread[i] if spread else None)
             handle = GraphHandle([call.makes for call in calls if call.makes is not None])
             grouped = bool(seats or spread)
             flight = dispatcher.start(Flight(calls, grouped, together))
@@ -293,7 +293,7 @@ class Forward:
                 # Also where another chunk raises: upstream's replica 0 wrote to the master itself
                 # (row R6).
                 for call, answer in zip(self.calls, answers, strict=True):
-                    if call.terms.first and answer.writes.slots:  # [8] effects
+                    if call.terms.reports and answer.writes.slots:  # [8] effects
                         call.model.write_back(answer.writes)
                 dispatcher.effects(self.flight, answers)
             outputs: list[Parcel] = []

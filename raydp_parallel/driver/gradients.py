@@ -60,7 +60,7 @@ class Sums:
     # The numbers of each chunk's leaves: those of the module, and its inputs.
     _chunks: Sequence[tuple[Numbers, Numbers]]
     _sums: dict[int, Tensor] = field(default_factory=dict)
-    _given: dict[int, int] = field(default_factory=dict)  # how many were added one by one
+    _counts: dict[int, int] = field(default_factory=dict)  # how many were added one by one
     _first: tuple[Row, Numbers] | None = None  # whose order the run has
     _run: Tensor = _NOTHING
     _lent: bool = False  # True as long as the run is the first chunk's
@@ -109,7 +109,7 @@ class Sums:
         for at, grad in zip(numbers, row, strict=True):
             if at is None or grad is None:
                 continue
-            self._given[at] = self._given.get(at, 0) + 1
+            self._counts[at] = self._counts.get(at, 0) + 1
             grad, total = grad.to(self._leaves[at].tensor.device), self._sums.get(at)
             if total is None:
                 self._sums[at] = grad.detach().clone()
@@ -124,7 +124,7 @@ class Sums:
         are that the others would have given (row B5).
         """
         self._take_apart()
-        for at, given in self._given.items() if unused == "zeros" else ():
+        for at, given in self._counts.items() if unused == "zeros" else ():
             total, leaf = self._sums[at], self._leaves[at].tensor
             if total.layout is not torch.strided and leaf.layout is torch.strided:
                 rows = [(*numbers, *others) for numbers, others in self._chunks]

@@ -72,7 +72,7 @@ def join(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> Group:
     if key in known:
         return known[key]
     if len(known) >= _MOST_GROUPS:
-        dispatcher.leave()
+        dispatcher.close_groups()
     patience = dispatcher.replica_set.options.call_timeout or _PATIENCE
     for nccl in (True, False) if _may_use_nccl(dispatcher, slots) else (False,):
         group = Group(slots, ExchangeRequest("", 0, len(slots), patience, nccl=nccl))
@@ -122,8 +122,8 @@ def _join(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot], group: Group) ->
     why = died or problem or late  # a death may be why another one hangs
     if group.nccl and why:
         dispatcher.failed_joins += 1 if why == died else _MOST_JOINS
-        again = dispatcher.failed_joins < _MOST_JOINS
-        log.warning("NCCL is left out%s: %s", " for now" * again, why)
+        rejoins = dispatcher.failed_joins < _MOST_JOINS
+        log.warning("NCCL is left out%s: %s", " for now" * rejoins, why)
     elif group.nccl:
         text = "weights and gradients of %d GPUs go by NCCL (tried in %.1f s)"
         log.info(text, len(slots), time.monotonic() - begun)

@@ -48,7 +48,7 @@ def make(
     named = {"kind": kind, "__module__": kind.__module__}
     made: Any = type(kind.__name__, (InReplicas, kind), named)
     found: InReplicas = made(params, **keywords)
-    found.begin(master.resident, keywords)
+    found.move_to(master.resident, keywords)
     return found
 
 
@@ -57,7 +57,7 @@ class InReplicas(OptimizerState):
 
     _resident: Resident  # until it has one, torch makes it as an ordinary one
 
-    def begin(self, resident: Resident, keywords: Values) -> None:
+    def move_to(self, resident: Resident, keywords: Values) -> None:
         """Let replicas make the steps from here on."""
         self.number, self.keywords, self.known = next(numbers), keywords, {}
         self._step_supports_amp_scaling = False  # a scaler unscales gradients before the step

@@ -57,7 +57,7 @@ class OptimizerState(torch.optim.Optimizer):
             values = {}
             for name, value in group.items():
                 if name != "params" and not (name in sent and _same(sent[name], value)):
-                    values[name] = value.given() if isinstance(value, RemoteGrad) else value
+                    values[name] = value.writable() if isinstance(value, RemoteGrad) else value
             news.append(values)
         return news
 
@@ -70,12 +70,12 @@ class OptimizerState(torch.optim.Optimizer):
                 if name != "params" and (known or name not in group):
                     group[name] = sent[name] = value
         own, rows = self.__dict__["state"], self.param_groups
-        near = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}
+        on_device = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}
         for p, (_, slot) in self.known.items():
             if slot is not None and slot in state:  # of others, as of those that left, it stays
                 own[p] = dict(state[slot])
                 for name, value in state[slot].items():
-                    if isinstance(value, Tensor) and (name != "step" or p in near):
+                    if isinstance(value, Tensor) and (name != "step" or p in on_device):
                         own[p][name] = value.to(p.device)  # as torch's own loading does
 
 

@@ -73,7 +73,7 @@ class RemoteGrad(StandIn):
             stand.known = torch.zeros_like(plain, device=self.device)
         return stand.fetch(stand) if stand.known is None else stand.known
 
-    def given(self) -> Tensor:
+    def writable(self) -> Tensor:
         """Return the value in its memory, to keep it and to write there."""
         value = self.value()
         self.stand.touched, self.stand.zeroed = True, False
@@ -94,7 +94,7 @@ class RemoteGrad(StandIn):
         """Give the value to functions that know no dispatcher."""
         if _is_dispatched(func):
             return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = _replaced((args, kwargs or {}), cls.given)
+        args, kwargs = _replaced((args, kwargs or {}), cls.writable)
         return func(*args, **kwargs)
 
     @classmethod
@@ -108,7 +108,7 @@ class RemoteGrad(StandIn):
                 one._clear() if isinstance(one, RemoteGrad) else one.zero_()
             return None if row is args[0] else args[0]
         written = func._schema.is_mutable
-        change = cls.given if written or func.is_view else cls.value
+        change = cls.writable if written or func.is_view else cls.value
         values, named = _replaced((args, kwargs or {}), change)
         found = func(*values, **named)
         return args[0] if written and func._schema.returns else found

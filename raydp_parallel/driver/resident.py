@@ -70,13 +70,13 @@ class Weights:
         self.steps = self._at = self._states_at = 0  # made, and those that the driver's copies have
         self.coming: _Plan | None = None  # the step on its way
         # Of replicas: the life, the step of the weights, and the recall before the optimizers.
-        self.held: dict[ReplicaSlot, tuple[int, int, int]] = {}
+        self.version_at: dict[ReplicaSlot, tuple[int, int, int]] = {}
         self.recalls = 0  # how often replicas were to get all from here again
         # The class of parameters that lag: as long as the model has some, it keeps this class.
         self.kind: type[nn.Parameter] = type("Parameter", (Lagging,), {"source": source})
 
     @property
-    def behind(self) -> int:
+    def steps_behind(self) -> int:
         """The steps that the driver's weights lack."""
         return self.steps + (self.coming is not None) - self._at
 
@@ -96,7 +96,7 @@ class Weights:
             states: dict[int, States] = {}
             if self.lacking:
                 weights, states = self._snapshot("weights"), self._snapshot("optimizers")
-            elif self.held.get(slot, (*now, 0))[:2] != now:  # its weights are those of other steps
+            elif self.version_at.get(slot, (*now, 0))[:2] != now:  # it has those of other steps
                 slot.revisions.pop(master.number, None)
             optimizers = {}
             for number, one in self.optimizers.items():
@@ -106,14 +106,14 @@ class Weights:
             update = self._dispatcher.update(master, slot, weights)
             request = ResumeRequest(master.number, update, master.stepped(), value)
             if self._dispatcher.ask(Call(slot, "resume", request, master)) is not None:
-                self.held[slot] = *now, self.recalls
+                self.version_at[slot] = *now, self.recalls
 
     def current(self, slot: ReplicaSlot) -> bool:
         """Tell if a slot's replica has them."""
         # A replica whose weights were spoiled says that it lacks them, and the dispatcher forgets
         # what it had.
         now = slot.life, self.steps, self.recalls
-        return self._master.number in slot.revisions and self.held.get(slot) == now
+        return self._master.number in slot.revisions and self.version_at.get(slot) == now
 
     def _snapshot(self, of: Literal["weights", "optimizers"]) -> Any:
         """Fetch the one or the other from a replica that has made all steps."""
@@ -124,12 +124,12 @@ class Weights:
 
     def source(self) -> ReplicaSlot:
         """Return the slot of a replica that has made all steps."""
-        for slot in self.held:
+        for slot in self.version_at:
             if slot.ready and self.current(slot):
                 return slot
-        lost = self.behind + self._at - min(self._at, self._states_at)
+        lost = self.steps_behind + self._at - min(self._at, self._states_at)
         self.steps = self._states_at = self._at
-        self.held = dict.fromkeys(self.held, (0, 0, 0))
+        self.version_at = dict.fromkeys(self.version_at, (0, 0, 0))
         self.coming = None
         self._gradients.clear()
         self._master.catch_up()
@@ -173,7 +173,7 @@ class Resident:
         with self._set.trip():
             self.pull_all()
             master, optimizers = self._master, self.weights.optimizers
-            master.sync()
+            master.look()
             rows = optimizer.rows(master)
             memory: dict[object, Tensor] = {}
             for p, (_, slot) in rows.items():
@@ -196,9 +196,9 @@ class Resident:
             optimizer.known = rows
             optimizer.sent = [{} for _ in optimizer.param_groups]
             trained = set[int]().union(*[slots[one] for one in (*others, optimizer)])
-            self.leave(master.trained)  # all: with what follows nothing can be made again
+            self.fetch_departing(master.trained)  # all: with what follows nothing can be made again
             master.train(trained)
-            master.sync()
+            master.look()
             self.recall()  # replicas get all with the next call, also one that was asked meanwhile
 
     def save(self) -> None:
@@ -210,10 +210,10 @@ class Resident:
         except Exception as error:
             self._error = error
 
-    def leave(self, slots: Collection[int]) -> None:
+    def fetch_departing(self, slots: Collection[int]) -> None:
         """Bring all that only replicas have of parameters that leave."""
         self.pull_all()
-        self.gradients.leave(slots)
+        self.gradients.fetch_departing(slots)
 
     @ambient.uncompiled
     def pull(self) -> None:
@@ -234,7 +234,7 @@ class Resident:
         with self._set.trip():
             self.pull_all()
             self.weights.recalls += 1
-            self._master.edited = False
+            self._master.trained_was_edited = False
 
     def fetch(self, stand: Stand) -> Tensor:
         """Bring all gradients to the driver, as who uses one uses all; returns the one's value."""
@@ -245,10 +245,10 @@ class Resident:
             raise StateLost("the gradient went with the replicas that had it")
         return stand.known
 
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """Begin a backward."""
         self.collect()
-        self.gradients.begin()
+        self.gradients.begin_backward()
 
     # Steps.
 
@@ -256,11 +256,11 @@ class Resident:
         """Let the replicas make a step, which is not waited for."""
         with self._set.trip():
             self._prepare(optimizer)
-            if not self.weights.behind:
-                self._master.sync()
+            if not self.weights.steps_behind:
+                self._master.look()
                 if self._master.verify():
-                    self._master.sync()
-                if self._master.edited:
+                    self._master.look()
+                if self._master.trained_was_edited:
                     self.recall()
             alike = self._master.lag(self.weights.kind)
             if not self.weights.steps:  # copies of all went, and a heap would keep their memory
@@ -277,7 +277,7 @@ class Resident:
             self._prepare(optimizer)
             plan = self._planned(optimizer, norm_type)
             own = [p.grad for p in optimizer.known if p.grad is not None]
-            zeros = sum(grad is None for grad in plan.step.given.values())
+            zeros = sum(grad is None for grad in plan.step.from_driver.values())
             others = len(own) > len(plan.sums) + zeros  # that the replicas do not have
             scaled = any(one.scale is not None for one in plan.sums)
             if others or scaled or not self.gradients.chunks(plan.sums, self._members()):
@@ -290,7 +290,7 @@ class Resident:
                 found: Tensor = self._finish(plan)[0]
                 norm = found.to(self._master.home, copy=True)
             except BaseException:  # nobody asks for it again, and members may wait for each other
-                self._dispatcher.leave()
+                self._dispatcher.close_groups()
                 raise
             torch.nn.utils.get_total_norm([norm], norm_type, error)
             if most is not None:
@@ -340,7 +340,7 @@ class Resident:
         slots = self._members()
         for slot in slots:
             self.weights.ready(slot)
-        sums, given = plan.sums, plan.step.given
+        sums, given = plan.sums, plan.step.from_driver
         chunks = self.gradients.chunks(sums, slots)
         if not chunks:
             sums, given = [], {**given, **self.gradients.total(sums)}
@@ -348,7 +348,7 @@ class Resident:
         if chunks and len(slots) > 1:
             seats = groups.join(self._dispatcher, slots).seats
         step = plan.step._replace(
-            given=given,
+            from_driver=given,
             summed=tuple([one.slot for one in sums]),
             chunks=tuple(chunks),
             scale=sums[0].scale if chunks else None,
@@ -399,7 +399,7 @@ class Resident:
                     ) from error
             self._go_on(plan)
             if plan.grouped:
-                dispatcher.wait_or_leave(plan.sent, dispatcher.leave)
+                dispatcher.wait_or_leave(plan.sent, dispatcher.close_groups)
             received = [(one, dispatcher.receive(one)) for one in plan.sent if one is not None]
             # One that is gone has stepped alone, as the last thing it did.
             answers = [(one, a) for one, a in received if a is not None and one.lives]
@@ -409,7 +409,7 @@ class Resident:
             # An exception of all that could read the step: what they did is the step.
             done = done or [one for one, _, lacking in failed if not lacking]
             if len(done) < len(plan.calls):
-                dispatcher.leave()
+                dispatcher.close_groups()
             if done or failed:
                 break
         else:
@@ -424,7 +424,7 @@ class Resident:
                 known.update(news)
             self.gradients.stepped()
             for one in done:
-                weights.held[one.slot] = one.life, weights.steps + 1, weights.recalls
+                weights.version_at[one.slot] = one.life, weights.steps + 1, weights.recalls
             # Ctrl-C may come at each call: the step counts last, when all else knows it.
             weights.steps, weights.coming = weights.steps + 1, None
             for call in plan.calls:

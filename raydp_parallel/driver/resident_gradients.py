@@ -50,7 +50,7 @@ class Kept(RemoteGraph):
         super().__init__(chunk)
         self.recipe, self._sums = [], sums
 
-    def again(self, slot: ReplicaSlot, phase: str) -> list[Call]:
+    def remade_by(self, slot: ReplicaSlot, phase: str) -> list[Call]:
         """Return these backwards."""
         if self.recipe is None:  # it is missed where it is used, and not where it is cleared
             for one in self._sums.values():
@@ -83,7 +83,7 @@ class Gradients:
 
     # In a backward.
 
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """Begin a backward. Gradients that the program has cleared begin anew."""
         self.begun += 1
         anew = []
@@ -188,7 +188,7 @@ class Gradients:
         for kept in self._kept.values():
             kept.recipe = None
 
-    def leave(self, slots: Collection[int]) -> None:
+    def fetch_departing(self, slots: Collection[int]) -> None:
         """Bring what only replicas have of parameters that leave."""
         left = [one for one in self.sums.values() if one.slot in slots]
         self.fetch([one for one in left if not one.missed])

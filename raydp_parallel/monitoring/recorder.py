@@ -55,11 +55,11 @@ class Recorder:
     def started(self, info: ReplicaInfo) -> None:
         """Note that a replica has a process; one after the first replaces another."""
         with self._lock:
-            again = info.index in self._began
+            replaces = info.index in self._began
             self._free[info.index] = self._clock()
             self._began.setdefault(info.index, self._free[info.index])
-            self._counts[info.index]["respawns"] += again
-        what = f"replica {info.index} {'was replaced' if again else 'started'}: {info.device}"
+            self._counts[info.index]["respawns"] += replaces
+        what = f"replica {info.index} {'was replaced' if replaces else 'started'}: {info.device}"
         self.event(f"{what}, node {info.node[:8]}, pid {info.pid}")
 
     def died(self, index: int, text: str) -> None:

@@ -40,7 +40,7 @@ class NotLoaded(Exception):
     """Carries an exception, its cause, that came while arguments were loaded."""
 
 
-def failure(error: BaseException, where: str | None) -> Failure:
+def failure(error: BaseException, error_prefix: str | None) -> Failure:
     """Take down the exception that is being handled."""
     loading = isinstance(error, NotLoaded)
     if isinstance(error, NotLoaded) and error.__cause__ is not None:
@@ -49,8 +49,8 @@ def failure(error: BaseException, where: str | None) -> Failure:
         kind=_pickled(type(error)),
         name=f"{type(error).__module__}.{type(error).__qualname__}",
         text=_told(error),
-        where=where,
-        exception=_pickled_whole(error) if where is None else None,
+        error_prefix=error_prefix,
+        exception=_pickled_whole(error) if error_prefix is None else None,
         exit=not isinstance(error, Exception),
         loading=loading,
     )
@@ -97,10 +97,10 @@ def reraise(found: Failure, replica: str) -> None:
     error = _exception(found.exception)
     if error is not None:
         raise error from ReplicaTraceback(found.text)
-    kind, where = _loaded(found.kind), found.where or f"in {replica}"
+    kind, prefix = _loaded(found.kind), found.error_prefix or f"in {replica}"
     if kind is None:
-        raise RuntimeError(f"Caught {found.name} {where}.\nOriginal {found.text}")
-    wrapper = ExceptionWrapper((kind, None, None), where)
+        raise RuntimeError(f"Caught {found.name} {prefix}.\nOriginal {found.text}")
+    wrapper = ExceptionWrapper((kind, None, None), prefix)
     wrapper.exc_msg = found.text
     wrapper.reraise()
 
@@ -134,8 +134,8 @@ def _pickled_whole(error: BaseException) -> bytes | None:
     state = {name: value for name, value in vars(error).items() if _pickled(value) is not None}
     for form in (error, functools.partial(_bare, type(error), error.args, state)):
         data = _pickled(form)
-        again = _exception(data)
-        if type(again) is type(error) and str(again) == str(error):
+        reloaded = _exception(data)
+        if type(reloaded) is type(error) and str(reloaded) == str(error):
             return data
     return None
 

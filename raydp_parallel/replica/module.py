@@ -275,7 +275,7 @@ class ReplicaModule:
         state.versions = versions_of(state.tensors.values())
         state.keeps_data = not context.grad or context.inference
         # One that runs again has reported its writes before.
-        if request.terms.first and request.overlay is None:
+        if request.terms.reports and request.overlay is None:
             state.was = state.form.bytes
         return state
 
@@ -308,7 +308,7 @@ class ReplicaModule:
         self._form = None
         return self._make(overlay)
 
-    def again(self, state: ForwardState, request: BackwardRequest) -> None:
+    def reenter(self, state: ForwardState, request: BackwardRequest) -> None:
         """Let a module run again in backward, for a checkpoint: it is as its forward left it, but
         for versions, in which torch's check sees the master's edits since then.
         """
@@ -316,7 +316,7 @@ class ReplicaModule:
         then = [state.saved[slot] + by for slot, by in request.moved.items()]
         set_versions(row, map(max, versions_of(row), then))
         state.versions = versions_of(state.tensors.values())
-        state.was = state.form.laid(state.tensors).clone() if request.terms.first else None
+        state.was = state.form.laid(state.tensors).clone() if request.terms.reports else None
         state.keeps_data = False
 
     def end(self, state: ForwardState) -> Writes:

@@ -100,7 +100,7 @@ class Replica:
                 else:
                     answer = self._train(request)
             except BaseException as error:  # also SystemExit and KeyboardInterrupt of the module
-                where = request.terms.where if isinstance(request, BackwardRequest) else None
+                where = request.terms.error_prefix if isinstance(request, BackwardRequest) else None
                 answer = Answer(failure=exceptions.failure(error, where))
         busy = time.perf_counter() - begun
         return answer._replace(warnings=exceptions.caught(caught), busy=busy)
@@ -211,7 +211,7 @@ class Replica:
                 # Tensors are found wherever pickle reaches, also in objects of the user's classes.
                 value, anew = parcel(output, "output"), batch.is_made_anew(output)
         except BaseException as error:  # what was written until then is written
-            return Answer(failure=exceptions.failure(error, terms.where), writes=writes)
+            return Answer(failure=exceptions.failure(error, terms.error_prefix), writes=writes)
         if request.key is not None and any(t.requires_grad for t in value.tensors):
             self._idle = None  # backward follows soon
             leaves = [*[state.tensors[n] for n in state.wanting], *inputs]
@@ -240,10 +240,10 @@ class Replica:
         needed, keeps = request.needed, max(request.needed, default=SENT) >= KEPT
         threads.use(self._device, terms.threads)
         with self._joined(terms.group) as exchange:
-            module.again(home.state, request)
+            module.reenter(home.state, request)
             self._idle = module
             if keeps:
-                resident.begin(terms.chunk, home.slots, needed)
+                resident.drop_old(terms.chunk, home.slots, needed)
             with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
                 found = engine.differentiate(outputs, grads, home.leaves, request)
             # A checkpoint that ran again may have written once more.

@@ -44,7 +44,7 @@ class Resident:
 
     # Gradients.
 
-    def begin(self, chunk: int, slots: Slots, codes: bytes) -> None:
+    def drop_old(self, chunk: int, slots: Slots, codes: bytes) -> None:
         """Drop gradients of a chunk that begin anew, before there is memory for the new ones."""
         kept = self._kept.setdefault(chunk, {})
         for slot, code in zip(slots, codes, strict=True):
@@ -113,7 +113,7 @@ class Resident:
             for dtype in {grad.dtype for grad in self._last.values()}:
                 self._runs[dtype].mul_(request.scale)  # all of them at once
         grads = dict(self._last)
-        for slot, given in request.given.items():
+        for slot, given in request.from_driver.items():
             like = self._module.tensor(slot)
             grads[slot] = torch.zeros_like(like) if given is None else given.clone()
         if request.norm is not None:

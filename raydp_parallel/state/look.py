@@ -107,7 +107,7 @@ class _LookPickler(pickling.Pickler):
         kind = type(value)
         if kind is nn.Parameter or isinstance(value, Tensor):
             if isinstance(value, StandIn):
-                value = value.given()
+                value = value.writable()
             if kind in _LAZY:
                 value.detach()  # raises torch's own ValueError, as upstream's replication does
             # What users set on parameters; torch.compile's notes stay here.

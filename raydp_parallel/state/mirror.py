@@ -82,7 +82,7 @@ class Master:
         self.records: dict[int, Tracked] = {}  # its tensors, by their ids
         self.leaves: list[Leaf] = []  # those that require a gradient, in the order of slots
         self.resident: Owner | None = None  # trains it in the replicas; None if nothing does
-        self.edited = False  # the program has changed a parameter that is trained there
+        self.trained_was_edited = False  # the program has changed a parameter that is trained there
         self.alike = True  # replicas may add gradients: chunks had them of the same parameters
         self._overlays = weakref.WeakValueDictionary[int, Overlay]()  # of forwards so far
         self._looked = 0  # the revision before the last look
@@ -109,7 +109,7 @@ class Master:
 
     # Look.
 
-    def sync(self) -> None:
+    def look(self) -> None:
         """Find out what changed since the last look, and number the state if something did."""
         known, found = self.records, dict[int, Tracked]()
 
@@ -148,7 +148,7 @@ class Master:
     def _restructure(self, found: dict[int, Tracked]) -> None:
         gone = {one.slot for key, one in self.records.items() if one.trained and key not in found}
         if gone and self.resident is not None:
-            self.resident.leave(gone)  # while replicas still have them
+            self.resident.fetch_departing(gone)  # while replicas still have them
         self.revision += 1
         buffers = {id(t) for t in self.module.buffers()}
         for key, one in found.items():
@@ -180,7 +180,7 @@ class Master:
             lags = led and one.trained and issubclass(type(one.tensor), Lagging)
             if (contents or moved or version != then_version) and not lags:
                 one.content_at = self.revision
-                self.edited = self.edited or (led and (moved or one.trained))
+                self.trained_was_edited |= led and (moved or one.trained)
         if formed:
             self._form()
         for one, now in changed:

@@ -177,7 +177,7 @@ class StateRun:
         row = part(layout, 0, self._small)
         flat = self.memory[: row.size].view(torch.int64)  # the small ones
         copy = torch.zeros_like(flat)  # of those of later, to compare
-        self._first = flat, copy, row.views(copy.view(torch.uint8))
+        self._smalls = flat, copy, row.views(copy.view(torch.uint8))
         self.revision = key  # that it has the contents of
         self._shown = 0  # the revision that a window beside a GPU's run has the contents of
         memory.copy_row([*self.views.values()], tensors)
@@ -218,7 +218,7 @@ class StateRun:
         found = [one for one in self.records[self._small :] if one.content_at <= since]
         rows = [(bits(one.tensor), bits(self.views[one.slot])) for one in found]
         if small:  # all at once, as mostly they are alike
-            flat, copy, now = self._first
+            flat, copy, now = self._smalls
             memory.copy_row(now, [one.tensor for one in self.records[: self._small]])
             rows.append((flat, copy))
         alike = _alike(rows)

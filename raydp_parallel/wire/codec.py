@@ -64,9 +64,9 @@ def decode(data: bytes, row: Row, windows: Sequence[Window], device: torch.devic
 
 
 class StandIn(Tensor):
-    """Stands for a tensor that lies elsewhere: messages get that, which its ``given`` returns."""
+    """Stands for a tensor that lies elsewhere: messages get that, which ``writable`` returns."""
 
-    given: Callable[[], Tensor]
+    writable: Callable[[], Tensor]
 
 
 class Parcel(NamedTuple):
@@ -85,7 +85,7 @@ class _ValuePickler(pickling.Pickler):
 
     def reducer_override(self, value: object) -> pickling.Reduced:
         if isinstance(value, Tensor) and not (type(value) is Tensor and value.is_meta):
-            self.tensors.append(value.given() if isinstance(value, StandIn) else value)
+            self.tensors.append(value.writable() if isinstance(value, StandIn) else value)
             return _tensor, (len(self.tensors) - 1,)
         return super().reducer_override(value)
 

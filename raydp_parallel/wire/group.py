@@ -219,7 +219,7 @@ class Exchange:
         """Give each member one row, and all a number; returns the rows that they gave to this one,
         by rank.
         """
-        own = self._near(rows)
+        own = self._brought(rows)
         got = torch.empty_like(own)
         self.meet(mark, rows[0].nbytes, number)
         self._do(self._group, "alltoall_base", dist.AllToAllOptions(), got, own, [], [])
@@ -231,7 +231,7 @@ class Exchange:
 
     def spread(self, run: Tensor) -> None:
         """Copy the root's run to those of all."""
-        own, options = self._near(run), dist.BroadcastOptions()
+        own, options = self._brought(run), dist.BroadcastOptions()
         options.rootRank = self.root
         self.meet(0, run.nbytes)
         self._do(self._group, "broadcast", options, [own])
@@ -255,7 +255,7 @@ class Exchange:
         got = torch.empty(most, dtype=torch.uint8, device=self._device)  # once, for all pieces
         self.meet(_SUM, hash((what, *[run.nbytes for run in runs])))
         for piece in pieces:
-            own = self._near(piece)
+            own = self._brought(piece)
             rows, part = got[: own.nbytes].view(own.dtype), own.numel() // self.size
             self._do(self._group, "alltoall_base", dist.AllToAllOptions(), rows, own, [], [])
             parts = rows.view(self.size, part)
@@ -310,7 +310,7 @@ class Exchange:
             "and their sizes, must be the same for all chunks"
         )
 
-    def _near(self, t: Tensor) -> Tensor:
+    def _brought(self, t: Tensor) -> Tensor:
         """Bring a tensor to the memory in which the group works."""
         return t.detach().contiguous().to(self._device)
 

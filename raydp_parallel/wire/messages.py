@@ -103,8 +103,8 @@ class Terms(NamedTuple):
     chunk: int  # its number, from which its random numbers follow
     context: CallContext  # the caller's ambient state
     threads: int | None  # torch's threads; None leaves them
-    where: str | None  # the place that an exception names; None leaves the exception as it is
-    first: bool  # writes to buffers and parameters are reported
+    error_prefix: str | None  # the place that an exception names; None leaves that as it is
+    reports: bool  # writes to buffers and parameters are reported
     group: ExchangeRequest | None = None  # how the call's chunks exchange tensors, if they do
 
 
@@ -191,7 +191,7 @@ class StepRequest(NamedTuple):
     model: int
     optimizer: int  # its number
     values: list[dict[str, object]]  # changes of each of its groups since the last step
-    given: dict[int, Tensor | None]  # gradients that come from the driver, by slot; None for zeros
+    from_driver: dict[int, Tensor | None]  # gradients, by slot; None for zeros
     norm: float | None  # which norm is asked for; None makes the step
     summed: tuple[int, ...] = ()  # the slots of gradients that are summed over chunks
     scale: Tensor | None = None  # the factor of these sums, after a clipping
@@ -211,7 +211,7 @@ class Failure(NamedTuple):
     kind: bytes | None  # its class, pickled; None if that cannot be pickled
     name: str  # the class's name
     text: str  # its traceback
-    where: str | None  # the place that upstream's words name
+    error_prefix: str | None  # the place that upstream's words name
     exception: bytes | None  # the exception, pickled, if it is raised as it is
     exit: bool  # the module asked the process to end
     loading: bool = False  # the arguments could not be loaded

@@ -304,7 +304,7 @@ def test_a_death_while_another_joins(
     deaths, found = killable.stats().deaths, []
     for disturbed in (False, True):
         model, optimizer = trained(killable)
-        killable.dispatcher.leave()
+        killable.dispatcher.close_groups()
         if disturbed:
             monkeypatch.setattr(groups, "_join", dying)
         with limited(killable, limit):
