@@ -197,9 +197,8 @@ class DataParallel(nn.DataParallel[T]):
         if self._in_place:
             return ExecutorStats("in place", (), "in place")
         found = self.executor.stats()
-        trained = self.executor.master(self.module).resident
-        behind = 0 if trained is None else trained.weights.steps_behind
-        return replace(found, steps_behind=behind)
+        own = self.executor.master(self.module).resident
+        return found if own is None else replace(found, steps_behind=own.weights.steps_behind)
 
     def optimizer(
         self, kind: type[torch.optim.Optimizer], params: ParamsT | None = None, **keywords: Any
@@ -386,9 +385,7 @@ class DataParallel(nn.DataParallel[T]):
             gather = functools.partial(batch.gather, dim=self.dim, scalars=scalars, weights=rows)
         return called, args, named, lambda outputs: gather(outputs, self.output_device)
 
-    def _run_in_place(
-        self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool
-    ) -> object:
+    def _run_in_place(self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool) -> Any:
         """Call the module itself, as upstream does with one device."""
         place = None if replica.own_process else self._place
         if place is not None:

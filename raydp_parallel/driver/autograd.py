@@ -29,7 +29,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -238,21 +238,12 @@ class Fork(Function):
         return (None, *[None] * derived, *grads)
 
 
-class JoinNode(FunctionCtx):
-    """A Join's node in torch's graph."""
-
-    call: CallNode
-    chunk: int
-    number: int  # of the output
-    saved_tensors: Sequence[Tensor]
-
-
 class Join(Function):
     """A remote output."""
 
     @staticmethod
     def forward(
-        ctx: JoinNode, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
+        ctx: Any, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
     ) -> Tensor:
         ctx.call, ctx.chunk, ctx.number = call, chunk, number
         ctx.save_for_backward(token)
@@ -262,7 +253,7 @@ class Join(Function):
 
     @staticmethod
     @ambient.uncompiled
-    def backward(ctx: JoinNode, *grads: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
         now = ctx.call.now
         now.grads.setdefault(ctx.call, {}).setdefault(ctx.chunk, {})[ctx.number] = grads[0]
@@ -360,11 +351,10 @@ class Backward:
         trips = self._trips(layers or summing, SUMMED if summing else SENT)
         flight = Flight(trips, bool(layers or summing), bool(layers), None if summing else sums)
         answers = dispatcher.finish(dispatcher.start(flight))  # [11] one trip
-        if summing:
+        if summing and sums is not None:
             answers = self._all_summed(trips, answers, summing[0].root)
             for at, answer in enumerate(answers):
-                if sums is not None:
-                    sums.take(at, answer)
+                sums.take(at, answer)
         dispatcher.totals.backwards += 1
         for part, answer in zip([call.parts[i] for i in self._outputs], answers, strict=True):
             if part.terms.reports and answer.writes.slots:

@@ -290,8 +290,7 @@ class Dispatcher:
         or they take longer than the limit, by default that of calls, let the others leave: they may
         wait for it.
         """
-        limit = limit or self.replica_set.options.call_timeout or math.inf
-        until = time.monotonic() + limit
+        until = time.monotonic() + (limit or self.replica_set.options.call_timeout or math.inf)
         waited = [one for one in sent if one is not None and one.answer is None and one.lives]
         while not all([one.slot.client.ready(_LOOK / len(waited)) for one in waited]):
             lives = [one is not None and one.lives for one in sent]

@@ -164,10 +164,9 @@ class ForwardCall(Call):
         assert self._before is not None
         master, (revision, steps, versions, leaves) = self.model, self._before
         trained = None if master.resident is None else master.resident.weights
-        if trained is None or trained.coming is None:
-            master.look()
-        else:  # a step on its way was made before all that the program has done since
-            master.look_at_tensors()
+        # A step on its way was made before all that the program has done since.
+        coming = trained is not None and trained.coming is not None
+        master.look_at_tensors() if coming else master.look()
         what = master.changed_since(revision, self.overlay or ())
         if what is None and [id(o.tensor) for o in leaves] != [id(o.tensor) for o in master.leaves]:
             what = "the requires_grad of a parameter"
@@ -238,8 +237,7 @@ def start(
         together = groups.have_layers([given.module for given in chunks], slots)
         while True:
             for master in masters:
-                resident = master.resident
-                if resident is not None:
+                if (resident := master.resident) is not None:
                     resident.collect()
                 master.look()  # [2] look
                 if resident is not None and master.trained_was_edited:
@@ -342,11 +340,6 @@ class Forward:
             inputs = [*map(number, [Leaf(t, "input") for t in call.inputs], others)]
             leads = marks[master], alike[key], inputs
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
-        if not leaves:
-            for row in rows:
-                for t in row:
-                    t.requires_grad_(False)
-            return
         for call in self.calls:
             call.keep()
         settings, group = self.settings, None

@@ -90,9 +90,8 @@ def _may_use_nccl(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> bool:
     """Tell if these are all GPUs of the executor, each a whole card: NCCL takes gigabytes for each
     set of them, and refuses a second part of one card.
     """
-    hellos = [slot.hello for slot in slots]
-    gpus = {(hello.node, hello.gpu_uuid) for hello in hellos if hello.gpu}
-    if not 1 < len(gpus) == len(slots) or any("MIG" in hello.gpu for hello in hellos):
+    gpus = {(slot.hello.node, slot.hello.gpu_uuid) for slot in slots if slot.hello.gpu}
+    if not 1 < len(gpus) == len(slots) or any("MIG" in slot.hello.gpu for slot in slots):
         return False
     everyone = {slot for slot in dispatcher.replica_set.ready() if slot.hello.gpu}
     ways = dispatcher.replica_set.options.ways

@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,10 +67,6 @@ def function_of(criterion: object) -> Function | None:
     if isinstance(criterion, functools.partial) and not criterion.args:
         criterion = criterion.func
     return criterion if inspect.isroutine(criterion) and criterion in _DIMS else None
-
-
-Parts = tuple[Tensor, Tensor | None, Tensor]
-"""The sum of a chunk's losses, what it is divided by, and an empty tensor of its dtype."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +167,11 @@ class LossCall:
         others = {name: value for name, value in kwargs.items() if name not in self.targets}
         return args, [kwargs[name] for name in self.targets], others
 
-    def joined(self, parts: Sequence[Parts], place: torch.device) -> Tensor:
+    def joined(self, parts: Sequence[Any], place: torch.device) -> Tensor:
         """The batch's loss on a device, of the parts that its chunks gave."""
         total = torch.stack([part[0].to(place) for part in parts]).sum()
-        divisors = [part[1].to(place) for part in parts if part[1] is not None]
-        if divisors:
-            total = total / functools.reduce(torch.add, divisors).to(total.dtype)
+        if parts[0][1] is not None:
+            total = total / sum(part[1].to(place) for part in parts).to(total.dtype)
         return total.to(parts[0][2].dtype)
 
     def _given(self, function: Function, output: object, targets: Sequence[object]) -> Keywords:

@@ -4,7 +4,6 @@ asked for, of which ``step`` and the state are in the replicas.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -94,12 +93,11 @@ class InReplicas(OptimizerState):
             self._resident.add(self)  # at once: a parameter may have left by the next step
 
     @property
-    def state(self) -> defaultdict[Tensor, Values]:
+    def state(self) -> Any:
         """The state, fetched from the replicas, which get it again: it may be written to."""
         if hasattr(self, "_resident"):
             self._resident.recall()
-        found: defaultdict[Tensor, Values] = self.__dict__["state"]
-        return found
+        return self.__dict__["state"]
 
     @state.setter
     def state(self, value: object) -> None:

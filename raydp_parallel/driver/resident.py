@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient, threads
-from raydp_parallel.devices.layout import Row
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Dispatcher, Pending, copied
 from raydp_parallel.driver.optimizer_state import OptimizerState, States
@@ -54,7 +53,6 @@ class _Plan:
 
     step: StepRequest  # but for what follows from the replicas that live as it is sent
     sums: list[Sum]  # that it sums
-    grouped: bool = False  # members exchange tensors
     calls: list[Call] = field(default_factory=list)  # one for each member
     sent: list[Pending | None] = field(default_factory=list)  # None where the replica was gone
 
@@ -287,8 +285,7 @@ class Resident:
                 return norm
             try:
                 self._send(plan)
-                found: Tensor = self._finish(plan)[0]
-                norm = found.to(self._master.home, copy=True)
+                norm = self._finish(plan)[0].to(self._master.home, copy=True)
             except BaseException:  # nobody asks for it again, and members may wait for each other
                 self._dispatcher.close_groups()
                 raise
@@ -356,7 +353,7 @@ class Resident:
             number=self.weights.steps,
             threads=self._set.threads(len(slots)),
         )
-        plan.calls, plan.sent, plan.grouped = [], [], seats[0] is not None
+        plan.calls, plan.sent = [], []
         for slot, seat in zip(slots, seats, strict=True):
             plan.calls.append(Call(slot, "step", step._replace(exchange=seat)))
         if plan.step.norm is None:
@@ -381,7 +378,7 @@ class Resident:
         if self.weights.coming is not None:
             self._finish(self.weights.coming)
 
-    def _finish(self, plan: _Plan) -> Row:
+    def _finish(self, plan: _Plan) -> list[Tensor]:
         """Take the answers to a step; returns the norm, if that was asked for."""
         weights, dispatcher = self.weights, self._dispatcher
         for attempt in range(_MOST_TRIES):
@@ -398,7 +395,7 @@ class Resident:
                         "and its gradients cannot be made again: repeat that step"
                     ) from error
             self._go_on(plan)
-            if plan.grouped:
+            if len(plan.calls) > 1:  # they may wait for each other
                 dispatcher.wait_or_leave(plan.sent, dispatcher.close_groups)
             received = [(one, dispatcher.receive(one)) for one in plan.sent if one is not None]
             # One that is gone has stepped alone, as the last thing it did.

@@ -107,10 +107,8 @@ def reraise(found: Failure, replica: str) -> None:
 
 def caught(records: Iterable[warnings.WarningMessage]) -> tuple[CaughtWarning, ...]:
     """Make warnings ready to travel."""
-    return tuple(
-        CaughtWarning(_pickled(r.category) or b"", str(r.message), r.filename, r.lineno)
-        for r in records
-    )
+    rows = [(_pickled(r.category) or b"", str(r.message), r.filename, r.lineno) for r in records]
+    return tuple(rows)
 
 
 def warn_again(found: Iterable[CaughtWarning]) -> None:

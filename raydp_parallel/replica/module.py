@@ -275,8 +275,8 @@ class ReplicaModule:
         state.versions = versions_of(state.tensors.values())
         state.keeps_data = not context.grad or context.inference
         # One that runs again has reported its writes before.
-        if request.terms.reports and request.overlay is None:
-            state.was = state.form.bytes
+        reports = request.terms.reports and request.overlay is None
+        state.was = state.form.bytes if reports else None
         return state
 
     def _make(self, overlay: dict[int, Tensor]) -> ForwardState:

@@ -12,7 +12,7 @@ import time
 import warnings
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from raydp_parallel.replica.resident import Resident
 from raydp_parallel.state import raw_access
 from raydp_parallel.state.run import is_plain
 from raydp_parallel.wire import trial
-from raydp_parallel.wire.codec import Parcel, parcel
+from raydp_parallel.wire.codec import parcel
 from raydp_parallel.wire.group import Abandoned, Differing, Exchange, summable
 from raydp_parallel.wire.messages import (
     KEPT,
@@ -195,7 +195,10 @@ class Replica:
                 own = [t.detach().clone() for t in request.arguments.tensors]  # from a window
                 both = zip(own, request.arguments.tensors, strict=True)
                 inputs = [t.requires_grad_() for t, sent in both if grad and sent.requires_grad]
-                called, args, kwargs = _loaded(request.arguments, own)
+                try:
+                    called, args, kwargs = request.arguments.load(own)
+                except Exception as error:  # code of the user's classes
+                    raise exceptions.NotLoaded from error
                 if objects:
                     get = objects.__getitem__
                     args, kwargs = batch.resolved((args, kwargs), get, self._device)
@@ -288,10 +291,3 @@ def _summed(exchange: Exchange, needed: bytes, home: Graph, grads: list[Tensor |
     for at, total in sums.items():
         grads[at] = total if exchange.rank == exchange.root else None
     return bytes([at in sums for at in range(len(grads))])
-
-
-def _loaded(value: Parcel, tensors: list[Tensor]) -> Any:
-    try:
-        return value.load(tensors)
-    except Exception as error:  # code of the user's classes
-        raise exceptions.NotLoaded from error

@@ -180,8 +180,7 @@ class Resident:
         states: dict[int, tuple[Sequence[object], dict[int, object]]] = {}
         for number, (optimizer, slots) in self._optimizers.items():
             weights.update((slot, p.detach()) for p, slot in slots.items())
-            rows = optimizer.param_groups
+            rows, own = optimizer.param_groups, optimizer.state
             groups = [{**row, "params": [slots[p] for p in row["params"]]} for row in rows]
-            held = {slot: p for p, slot in slots.items() if p in optimizer.state}
-            states[number] = groups, {n: dict(optimizer.state[p]) for n, p in held.items()}
+            states[number] = groups, {n: dict(own[p]) for p, n in slots.items() if p in own}
         return parcel(weights if request.of == "weights" else states, "optimizer")

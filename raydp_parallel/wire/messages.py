@@ -217,13 +217,8 @@ class Failure(NamedTuple):
     loading: bool = False  # the arguments could not be loaded
 
 
-class CaughtWarning(NamedTuple):
-    """A warning of a replica."""
-
-    category: bytes
-    text: str
-    filename: str
-    lineno: int
+CaughtWarning = tuple[bytes, str, str, int]
+"""A warning of a replica: its class, pickled, the text, the file and the line."""
 
 
 class Writes(NamedTuple):
