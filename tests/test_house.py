@@ -220,9 +220,11 @@ def test_the_steps_of_the_journey_stand_in_the_code() -> None:
     assert all(sorted(picture) == sorted(steps) for picture in pictures)
 
 
-def test_all_that_the_architecture_names_exists() -> None:
+def test_all_that_pages_of_the_code_name_exists() -> None:
     """Each name in code font is a file, a folder, an option or a word of the package."""
     page = (TESTS.parent / "docs" / "architecture.md").read_text()
+    rest = (TESTS.parent / "CONTRIBUTING.md").read_text().partition("## Where to change")[2]
+    page += rest.partition("## Rules")[0]
     code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     for name in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
         words = re.findall(r"[A-Za-z_]\w+", name)
