@@ -357,7 +357,7 @@ class Backward:
                 sums.take(at, answer)
         dispatcher.totals.backwards += 1
         for part, answer in zip([call.parts[i] for i in self._outputs], answers, strict=True):
-            if part.terms.reports and answer.writes.slots:
+            if part.terms.reports and answer.writes.tags:
                 part.master.write_back(answer.writes, part.mark)
         dispatcher.effects(flight, answers)
         for trip, answer in zip(trips, answers, strict=True):

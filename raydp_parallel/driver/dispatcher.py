@@ -241,7 +241,7 @@ class Dispatcher:
                         taking.take(flight.taken, answers[flight.taken])
                         # What it still has would hold its memory.
                         rest = answers[flight.taken]._replace(rows=())
-                        answers[flight.taken] = copied(rest) if rest.writes.slots else rest
+                        answers[flight.taken] = copied(rest) if rest.writes.tags else rest
                         flight.taken += 1
                 if died and flight.together:
                     raise ReplicaDied(

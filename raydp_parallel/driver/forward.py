@@ -145,7 +145,7 @@ class ForwardCall(Call):
             arguments=self._arguments,
             seed=settings.seed,
             overlay=None if self.overlay is None else {**self.overlay},
-            asked=tuple([self.model.records[id(t)].slot for t in asked]),
+            asked=tuple([self.model.records[id(t)].tag for t in asked]),
             refs=tuple(self.refs),
         )
 
@@ -291,7 +291,7 @@ class Forward:
                 # Also where another chunk raises: upstream's replica 0 wrote to the master itself
                 # (row R6).
                 for call, answer in zip(self.calls, answers, strict=True):
-                    if call.terms.reports and answer.writes.slots:  # [8] effects
+                    if call.terms.reports and answer.writes.tags:  # [8] effects
                         call.model.write_back(answer.writes)
                 dispatcher.effects(self.flight, answers)
             outputs: list[Parcel] = []

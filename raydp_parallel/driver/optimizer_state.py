@@ -18,7 +18,7 @@ Values = dict[str, object]
 """Values of a group of an optimizer, or of its state of one parameter."""
 
 States = tuple[list[Values], dict[int, Values]]
-"""An optimizer's groups, with slots in the place of parameters, and its state by slot."""
+"""An optimizer's groups, with tags in the place of parameters, and its state by tag."""
 
 
 class OptimizerState(torch.optim.Optimizer):
@@ -31,23 +31,23 @@ class OptimizerState(torch.optim.Optimizer):
     sent: Sequence[Values]  # each group's other values that they have
 
     def rows(self, master: Master) -> dict[Tensor, tuple[int, int | None]]:
-        """Return its parameters, with the numbers of their groups, and their slots."""
+        """Return its parameters, with the numbers of their groups, and their tags."""
         groups = enumerate(self.param_groups)
-        return {p: (number, master.slot(p)) for number, group in groups for p in group["params"]}
+        return {p: (number, master.tag(p)) for number, group in groups for p in group["params"]}
 
-    def slots(self, master: Master) -> set[int]:
-        """Return the slots of its parameters, but for those that have left the module."""
+    def tags(self, master: Master) -> set[int]:
+        """Return the tags of its parameters, but for those that have left the module."""
         return {n for _, n in self.rows(master).values() if n is not None}
 
     def described(self, master: Master) -> States:
-        """Return its groups and its state, with slots in the place of parameters."""
+        """Return its groups and its state, with tags in the place of parameters."""
         groups: list[Values] = []
         # What the other replicas have of a group: its changes since then go with the next step, and
         # one that was added, while a step is on its way, goes with all.
         for group, sent in zip(self.param_groups, self.sent, strict=False):
-            slots = [master.slot(p) for p in group["params"]]
-            groups.append({**group, **sent, "params": [n for n in slots if n is not None]})
-        state = {master.slot(p): dict(values) for p, values in self.__dict__["state"].items()}
+            tags = [master.tag(p) for p in group["params"]]
+            groups.append({**group, **sent, "params": [n for n in tags if n is not None]})
+        state = {master.tag(p): dict(values) for p, values in self.__dict__["state"].items()}
         return groups, {n: values for n, values in state.items() if n is not None}
 
     def changed(self) -> list[Values]:
@@ -71,10 +71,10 @@ class OptimizerState(torch.optim.Optimizer):
                     group[name] = sent[name] = value
         own, rows = self.__dict__["state"], self.param_groups
         on_device = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}
-        for p, (_, slot) in self.known.items():
-            if slot is not None and slot in state:  # of others, as of those that left, it stays
-                own[p] = dict(state[slot])
-                for name, value in state[slot].items():
+        for p, (_, tag) in self.known.items():
+            if tag is not None and tag in state:  # of others, as of those that left, it stays
+                own[p] = dict(state[tag])
+                for name, value in state[tag].items():
                     if isinstance(value, Tensor) and (name != "step" or p in on_device):
                         own[p][name] = value.to(p.device)  # as torch's own loading does
 

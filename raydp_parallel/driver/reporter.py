@@ -15,7 +15,7 @@ from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.errors import log
 from raydp_parallel.monitoring import status
-from raydp_parallel.monitoring.metrics import INFO, increments, process_tags, summary
+from raydp_parallel.monitoring.metrics import INFO, increments, process_labels, summary
 from raydp_parallel.monitoring.stats import ExecutorStats
 
 EVERY = 1.0
@@ -91,7 +91,7 @@ class Reporter:
         gone = [replica for replica in self._last.replicas if replica.pid not in pids]
         for replica in (*gone, *stats.replicas):
             there = replica.pid in pids and replica.state == "ready"
-            ray_api.gauge(*INFO, process_tags(replica, stats.name), float(there))
+            ray_api.gauge(*INFO, process_labels(replica, stats.name), float(there))
         self._last = stats
 
     def _end(self) -> None:

@@ -174,7 +174,7 @@ class Resident:
             master.look()
             rows = optimizer.rows(master)
             memory: dict[object, Tensor] = {}
-            for p, (_, slot) in rows.items():
+            for p, (_, tag) in rows.items():
                 ((_, address, _),) = seen([p])  # 0 if it is made of other tensors
                 if address and memory.setdefault((p.device, address), p) is not p:
                     raise ValueError(
@@ -182,18 +182,18 @@ class Resident:
                         "one.weight.data = other.weight.data: let them be one parameter, as after "
                         "one.weight = other.weight"
                     )
-                if slot is None and p not in optimizer.known:
+                if tag is None and p not in optimizer.known:
                     raise ValueError(
                         f"optimizer: a parameter of shape {tuple(p.shape)} is not, or not any "
                         "more, one of the model's: make an optimizer for those that it has"
                     )
-            slots = {one: one.slots(master) for one in (*optimizers.values(), optimizer)}
+            tags = {one: one.tags(master) for one in (*optimizers.values(), optimizer)}
             # It takes the place of others that have one of its parameters.
-            others = [one for one in optimizers.values() if not slots[one] & slots[optimizer]]
+            others = [one for one in optimizers.values() if not tags[one] & tags[optimizer]]
             self.weights.optimizers = {one.number: one for one in (*others, optimizer)}
             optimizer.known = rows
             optimizer.sent = [{} for _ in optimizer.param_groups]
-            trained = set[int]().union(*[slots[one] for one in (*others, optimizer)])
+            trained = set[int]().union(*[tags[one] for one in (*others, optimizer)])
             self.fetch_departing(master.trained)  # all: with what follows nothing can be made again
             master.train(trained)
             master.look()
@@ -208,10 +208,10 @@ class Resident:
         except Exception as error:
             self._error = error
 
-    def fetch_departing(self, slots: Collection[int]) -> None:
+    def fetch_departing(self, tags: Collection[int]) -> None:
         """Bring all that only replicas have of parameters that leave."""
         self.pull_all()
-        self.gradients.fetch_departing(slots)
+        self.gradients.fetch_departing(tags)
 
     @ambient.uncompiled
     def pull(self) -> None:
@@ -311,14 +311,14 @@ class Resident:
         """Note where gradients are."""
         sums: list[Sum] = []
         given: dict[int, Tensor | None] = {}
-        for p, (_, slot) in optimizer.rows(self._master).items():
+        for p, (_, tag) in optimizer.rows(self._master).items():
             grad, one = p.grad, self.gradients.sums.get(p)
-            if slot is None or grad is None:
+            if tag is None or grad is None:
                 continue
             if one is None or one.stand is None or one.stand.touched:
-                given[slot] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
+                given[tag] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
             elif one.stand.zeroed or not (one.chunks or one.missed):
-                given[slot] = None
+                given[tag] = None
             else:
                 sums.append(one)
         values = optimizer.changed()
@@ -346,7 +346,7 @@ class Resident:
             seats = groups.join(self._dispatcher, slots).seats
         step = plan.step._replace(
             from_driver=given,
-            summed=tuple([one.slot for one in sums]),
+            summed=tuple([one.tag for one in sums]),
             chunks=tuple(chunks),
             scale=sums[0].scale if chunks else None,
             sums=self.gradients.begun,

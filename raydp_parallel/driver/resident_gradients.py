@@ -28,7 +28,7 @@ class Sum:
     """A parameter's gradient."""
 
     parameter: Tensor
-    slot: int  # its number in the replicas
+    tag: int  # its number in the replicas
     chunks: set[int] = field(default_factory=set)  # that have kept some of it
     last: Callable[[], Stand | None] = lambda: None  # gives what was last put in ``.grad`` for it
     scale: Tensor | None = None  # its factor where it is used, after a clipping
@@ -87,8 +87,8 @@ class Gradients:
         """Begin a backward. Gradients that the program has cleared begin anew."""
         self.begun += 1
         anew = []
-        for slot, p in self._master.trained.items():
-            one = self.sums.setdefault(p, Sum(p, slot))
+        for tag, p in self._master.trained.items():
+            one = self.sums.setdefault(p, Sum(p, tag))
             if one.stand is None or one.stand.zeroed:
                 anew.append(one)
         # The program, or an exception's traceback, may still have what stood for the last ones.
@@ -132,34 +132,34 @@ class Gradients:
         for one in sums:
             stand = one.last()
             if stand is not None and stand.known is None and not stand.zeroed:
-                wanted[one.slot] = stand
-        for slot, value in self.total([one for one in sums if one.slot in wanted]).items():
-            wanted[slot].known = value
+                wanted[one.tag] = stand
+        for tag, value in self.total([one for one in sums if one.tag in wanted]).items():
+            wanted[tag].known = value
 
     def total(self, sums: Sequence[Sum]) -> dict[int, Tensor]:
-        """Return gradients, by slot, each summed in the order of chunks."""
+        """Return gradients, by tag, each summed in the order of chunks."""
         self.refuse_missed(sums)
         found: dict[int, Tensor] = {}
         dispatcher = self._dispatcher
         for chunk in sorted(set[int]().union(*[one.chunks for one in sums])):
             wanted = [one for one in sums if chunk in one.chunks]
-            kept, slots = self._kept[chunk], tuple([one.slot for one in wanted])
+            kept, tags = self._kept[chunk], tuple([one.tag for one in wanted])
             assert kept.slot is not None
-            request = GradientsRequest(self._master.number, slots, chunk)
+            request = GradientsRequest(self._master.number, tags, chunk)
             call = Call(kept.slot, "step", request, self._master, [kept])
             flight = dispatcher.start(Flight([call]))
             answers = dispatcher.finish(flight)
             self.refuse_missed(sums)  # the replica that had them may just have died
             dispatcher.effects(flight, answers)
             for one, grad in zip(wanted, answers[0].rows[0], strict=True):
-                total = found.get(one.slot)
-                found[one.slot] = grad.clone() if total is None else total.add_(grad)
+                total = found.get(one.tag)
+                found[one.tag] = grad.clone() if total is None else total.add_(grad)
         for one in sums:
-            if one.slot not in found:
+            if one.tag not in found:
                 p = one.parameter
-                found[one.slot] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+                found[one.tag] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
             if one.scale is not None:
-                found[one.slot].mul_(one.scale)
+                found[one.tag].mul_(one.scale)
         return found
 
     def refuse_missed(self, sums: Sequence[Sum]) -> None:
@@ -188,9 +188,9 @@ class Gradients:
         for kept in self._kept.values():
             kept.recipe = None
 
-    def fetch_departing(self, slots: Collection[int]) -> None:
+    def fetch_departing(self, tags: Collection[int]) -> None:
         """Bring what only replicas have of parameters that leave."""
-        left = [one for one in self.sums.values() if one.slot in slots]
+        left = [one for one in self.sums.values() if one.tag in tags]
         self.fetch([one for one in left if not one.missed])
         for one in left:
             del self.sums[one.parameter]

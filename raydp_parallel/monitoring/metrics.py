@@ -14,12 +14,12 @@ INFO = "raydp_replica_info", "1 while the replica is there"
 """A name and its description. Ray writes ``ray_`` before it, and ``_total`` behind a counter's."""
 
 
-def process_tags(replica: ReplicaStats, executor: str) -> dict[str, str]:
-    """Return the tags of a replica's process."""
-    return {**_tags(replica, executor), "gpu": replica.gpu, "pid": str(replica.pid)}
+def process_labels(replica: ReplicaStats, executor: str) -> dict[str, str]:
+    """Return the labels of a replica's process."""
+    return {**_labels(replica, executor), "gpu": replica.gpu, "pid": str(replica.pid)}
 
 
-def _tags(replica: ReplicaStats, executor: str) -> dict[str, str]:
+def _labels(replica: ReplicaStats, executor: str) -> dict[str, str]:
     own = {"replica": str(replica.index), "device": replica.device, "node": replica.node}
     return {"executor": executor, **own}
 
@@ -32,14 +32,14 @@ def increments(new: ExecutorStats) -> Iterator[Increment]:
     """Yield what to add for new work."""
     yield from _of(new, {"executor": new.name})
     for replica in new.replicas:
-        yield from _of(replica, _tags(replica, new.name))
+        yield from _of(replica, _labels(replica, new.name))
 
 
-def _of(record: Record, tags: dict[str, str]) -> Iterator[Increment]:
+def _of(record: Record, common: dict[str, str]) -> Iterator[Increment]:
     for counter, metric in counters(record).items():
         if metric:
             name, about, labels = metric
-            yield name, about, {**tags, **labels}, getattr(record, counter)
+            yield name, about, {**common, **labels}, getattr(record, counter)
 
 
 def summary(replica: ReplicaStats) -> str:

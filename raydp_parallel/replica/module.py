@@ -32,9 +32,9 @@ from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import (
     BackwardRequest,
     ForwardRequest,
-    SlotSpec,
     StateNews,
     StateUpdate,
+    TensorSpec,
     Writes,
 )
 from raydp_parallel.wire.windows import Window
@@ -53,7 +53,7 @@ class ForwardState:
     """A module and its tensors, for one forward."""
 
     module: nn.Module
-    tensors: dict[int, Tensor]  # by slot
+    tensors: dict[int, Tensor]  # by tag
     form: _Form
     lies: dict[int, tuple[object, ...]]  # where and how each lay before
     wanting: list[int]  # those that require a gradient in the master
@@ -69,7 +69,7 @@ class ForwardState:
 class _Tracked:
     """One tensor of the module."""
 
-    spec: SlotSpec
+    spec: TensorSpec
     tensor: Tensor  # the module's own
     version: int = 0  # how often the master's was written to
     sent: Tensor | None = None  # the master's contents, if they came alone and are small
@@ -83,17 +83,17 @@ class _Run(NamedTuple):
     window: Window | None  # the driver's, if contents are copied from there
     memory: Tensor  # on the module's device
     layout: Layout
-    views: dict[int, Tensor]  # its tensors, by slot
+    views: dict[int, Tensor]  # its tensors, by tag
 
 
 class _Form:
     """The tensors that modules of one structure have, but for what is in them."""
 
     def __init__(self, run: _Run, tracked: dict[int, _Tracked]) -> None:
-        self.loose = {slot for slot, one in tracked.items() if not one.spec.parameter}
+        self.loose = {tag for tag, one in tracked.items() if not one.spec.parameter}
         # Small buffers come first in the run: each forward has its own.
-        small = [slot for slot, view in run.views.items() if view.nbytes < SMALL]
-        self.fresh = {slot: run.views[slot] for slot in takewhile(self.loose.__contains__, small)}
+        small = [tag for tag, view in run.views.items() if view.nbytes < SMALL]
+        self.fresh = {tag: run.views[tag] for tag in takewhile(self.loose.__contains__, small)}
         self._layout = part(run.layout, 0, len(self.fresh))
         self.bytes = run.memory[: self._layout.size]  # the master's
         self._now = torch.zeros_like(self.bytes)
@@ -105,7 +105,7 @@ class _Form:
         """Lay fresh ones out as the master's, but for those of another form by now. It is valid
         until the next time.
         """
-        row = [tensors[slot] for slot in self.fresh]
+        row = [tensors[tag] for tag in self.fresh]
         alike = [*map(eq, specs_of(row), self._layout.specs)]
         copy_row([*compress(self._there, alike)], [*compress(row, alike)])
         return self._now
@@ -120,10 +120,10 @@ class _Form:
 def _lies(tensors: dict[int, Tensor]) -> dict[int, tuple[object, ...]]:
     """Tell where and how tensors lie."""
     return {
-        slot: (t.data_ptr(), t.dtype, t.shape, t.stride())
+        tag: (t.data_ptr(), t.dtype, t.shape, t.stride())
         if t.layout is torch.strided and not t.is_nested
         else (t.layout, t.dtype)
-        for slot, t in tensors.items()
+        for tag, t in tensors.items()
     }
 
 
@@ -131,7 +131,7 @@ def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
 
 
-def _made(spec: SlotSpec, value: Tensor) -> Tensor:
+def _made(spec: TensorSpec, value: Tensor) -> Tensor:
     return nn.Parameter(value, spec.grad) if spec.parameter else value.requires_grad_(spec.grad)
 
 
@@ -172,40 +172,40 @@ class ReplicaModule:
             self._form = self._next = None
         self._bring(news, update, exchange)
         views = self._run.views
-        contents = {slot: views[slot] for slot in news.versions if slot in views}
-        contents.update(zip(news.slots, update.contents, strict=True))
+        contents = {tag: views[tag] for tag in news.versions if tag in views}
+        contents.update(zip(news.tags, update.contents, strict=True))
         if news.specs:  # nothing may hold the memory of before
             self._form = self._next = None
             self._kept.pop(None, None)
-        for slot, spec in news.specs.items():
-            one = self._tracked.setdefault(slot, _Tracked(spec, _NOTHING))
+        for tag, spec in news.specs.items():
+            one = self._tracked.setdefault(tag, _Tracked(spec, _NOTHING))
             one.spec = spec
             if spec.window is not None:
                 one.tensor = _made(spec, self._in_window(spec)[0])
-            elif slot not in contents:  # another flag
+            elif tag not in contents:  # another flag
                 one.tensor = _made(spec, one.tensor.detach())
         into: list[Tensor] = []
         values: list[Tensor] = []
-        for slot, value in contents.items():
-            one = self._tracked[slot]
-            small = slot not in views and value.numel() * value.element_size() <= raw_access.SMALL
+        for tag, value in contents.items():
+            one = self._tracked[tag]
+            small = tag not in views and value.numel() * value.element_size() <= raw_access.SMALL
             one.sent = value.detach().clone() if small else None
             one.lost = False
-            other = slot in news.specs or one.tensor.is_inference()
-            if other or not (slot in views or one.trained):
+            other = tag in news.specs or one.tensor.is_inference()
+            if other or not (tag in views or one.trained):
                 one.tensor = _made(one.spec, value.detach().clone())
                 self._next = None
             else:  # in the place of the last values: graphs that saved these see their versions
                 into.append(one.tensor)
                 values.append(value)
-            if self._next is not None and slot in self._next.form.fresh:
-                into.append(self._next.tensors[slot])
+            if self._next is not None and tag in self._next.form.fresh:
+                into.append(self._next.tensors[tag])
                 values.append(value)
         copy_row(into, values)
         # Versions are the master's own numbers: torch's check of saved tensors finds the same here.
-        for slot, version in news.versions.items():
-            self._tracked[slot].version = version
-        set_versions([self._tracked[slot].tensor for slot in news.versions], news.versions.values())
+        for tag, version in news.versions.items():
+            self._tracked[tag].version = version
+        set_versions([self._tracked[tag].tensor for tag in news.versions], news.versions.values())
         self.revision = update.revision
 
     def _bring(self, news: StateNews, update: StateUpdate, exchange: Exchange | None) -> None:
@@ -220,7 +220,7 @@ class ReplicaModule:
                 window = None
             else:
                 memory = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
-            views = dict(zip(news.run.slots, layout.views(memory), strict=True))
+            views = dict(zip(news.run.tags, layout.views(memory), strict=True))
             self._run, self._form, self._next = _Run(window, memory, layout, views), None, None
         window, memory, *_ = self._run
         takes = exchange is None or exchange.rank == exchange.root
@@ -232,28 +232,28 @@ class ReplicaModule:
             if exchange is not None:
                 exchange.spread(memory[begin:end])
 
-    def _in_window(self, spec: SlotSpec) -> list[Tensor]:
+    def _in_window(self, spec: TensorSpec) -> list[Tensor]:
         """Show a tensor in both of its windows, each with a storage and a version of its own."""
         assert spec.window is not None and spec.there is not None
         return [w.alone(spec.there, spec.offset) for w in self._windows[spec.window]]
 
-    def tensor(self, slot: int) -> Tensor:
-        """Return the tensor of a slot."""
-        return self._tracked[slot].tensor
+    def tensor(self, tag: int) -> Tensor:
+        """Return the tensor of a tag."""
+        return self._tracked[tag].tensor
 
-    def stepped(self, slots: Collection[int]) -> None:
+    def stepped(self, tags: Collection[int]) -> None:
         """Note which parameters optimizers here step: the master's contents are older from now
         on.
         """
-        for slot, one in self._tracked.items():
-            one.trained = slot in slots
+        for tag, one in self._tracked.items():
+            one.trained = tag in tags
 
-    def contents(self, slot: int) -> Tensor | None:
+    def contents(self, tag: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""
-        one = self._tracked[slot]
+        one = self._tracked[tag]
         if one.spec.window is not None:
             return self._in_window(one.spec)[1]
-        return None if one.trained else self._run.views.get(slot, one.sent)
+        return None if one.trained else self._run.views.get(tag, one.sent)
 
     # One forward.
 
@@ -270,8 +270,8 @@ class ReplicaModule:
         overlay, context = request.overlay or {}, request.terms.context
         state = (None if overlay else self._next) or self._make(overlay)
         self._next = None
-        fresh = {slot: state.tensors[slot] for slot in state.form.fresh}
-        set_versions(fresh.values(), [self._tracked[slot].version for slot in fresh])
+        fresh = {tag: state.tensors[tag] for tag in state.form.fresh}
+        set_versions(fresh.values(), [self._tracked[tag].version for tag in fresh])
         state.versions = versions_of(state.tensors.values())
         state.keeps_data = not context.grad or context.inference
         # One that runs again has reported its writes before.
@@ -282,26 +282,26 @@ class ReplicaModule:
     def _make(self, overlay: dict[int, Tensor]) -> ForwardState:
         form = self._form = self._form or _Form(self._run, self._tracked)
         tensors: dict[int, Tensor] = {}
-        for slot, one in self._tracked.items():
+        for tag, one in self._tracked.items():
             if one.tensor.requires_grad != one.spec.grad:  # a forward has changed the flag
                 one.tensor = _made(one.spec, one.tensor.detach())
-            tensors[slot] = one.tensor
+            tensors[tag] = one.tensor
         # Each with a storage of its own: `resize_` finds no room in one that others share.
-        values = {slot: torch.empty_like(there) for slot, there in form.fresh.items()}
+        values = {tag: torch.empty_like(there) for tag, there in form.fresh.items()}
         copy_row([*values.values()], [*form.fresh.values()])
-        values.update((slot, value.detach().clone()) for slot, value in overlay.items())
-        tensors.update((slot, _made(self._tracked[slot].spec, t)) for slot, t in values.items())
+        values.update((tag, value.detach().clone()) for tag, value in overlay.items())
+        tensors.update((tag, _made(self._tracked[tag].spec, t)) for tag, t in values.items())
         try:
             module, used = build(self._structure, tensors, self._kept, self.device)
         except Exception as error:  # code of the user's classes
             raise NotLoaded from error
         unused = tensors.keys() - used
         if not unused:
-            wanting = [slot for slot in sorted(tensors) if self._tracked[slot].spec.grad]
+            wanting = [tag for tag in sorted(tensors) if self._tracked[tag].spec.grad]
             return ForwardState(module, tensors, form, _lies(tensors), wanting)
         # Only now it is known which tensors a new structure still has.
-        for slot in unused:
-            del self._tracked[slot]
+        for tag in unused:
+            del self._tracked[tag]
         used_windows = {one.spec.window for one in self._tracked.values()}
         for key in self._windows.keys() - used_windows:
             del self._windows[key]
@@ -312,8 +312,8 @@ class ReplicaModule:
         """Let a module run again in backward, for a checkpoint: it is as its forward left it, but
         for versions, in which torch's check sees the master's edits since then.
         """
-        row = [state.tensors[slot] for slot in request.moved]
-        then = [state.saved[slot] + by for slot, by in request.moved.items()]
+        row = [state.tensors[tag] for tag in request.moved]
+        then = [state.saved[tag] + by for tag, by in request.moved.items()]
         set_versions(row, map(max, versions_of(row), then))
         state.versions = versions_of(state.tensors.values())
         state.was = state.form.laid(state.tensors).clone() if request.terms.reports else None
@@ -329,21 +329,21 @@ class ReplicaModule:
         first = not state.saved  # later on the master may have other contents
         state.saved = state.saved or dict(zip(state.tensors, now, strict=True))
         pairs = zip(state.tensors, state.versions, now, strict=True)
-        moves = {slot: new - old for slot, old, new in pairs}
+        moves = {tag: new - old for tag, old, new in pairs}
         suspects = state.tensors
         if not touched:  # nearly no parameters
             suspects = {n: t for n, t in suspects.items() if moves[n] or n in form.loose}
-        for slot, lies in _lies(suspects).items():
-            t, one, moved = state.tensors[slot], self._tracked.get(slot), moves[slot]
+        for tag, lies in _lies(suspects).items():
+            t, one, moved = state.tensors[tag], self._tracked.get(tag), moves[tag]
             if one is None:
                 continue  # it was taken out of the module since
-            replaced = lies != state.lies[slot]  # as after ``t.data = other``
-            state.lies[slot] = lies
+            replaced = lies != state.lies[tag]  # as after ``t.data = other``
+            state.lies[tag] = lies
             accessed = bool(touched) and _storage(t) in touched  # ``t.data.mul_(2)``, or only read
-            unlike = replaced or slot in changed
-            suspect = moved or accessed or slot in form.loose
-            if suspect and not unlike and slot not in form.fresh:
-                kept = self.contents(slot) if first else None
+            unlike = replaced or tag in changed
+            suspect = moved or accessed or tag in form.loose
+            if suspect and not unlike and tag not in form.fresh:
+                kept = self.contents(tag) if first else None
                 if kept is None and accessed:
                     kept = touched[_storage(t)]
                 if kept is not None and kept.shape == t.shape:
@@ -354,7 +354,7 @@ class ReplicaModule:
                 one.lost = True
                 raise RuntimeError(_TRAINED.format(tuple(t.shape)))
             if one.tensor is t and (unlike or moved):  # the next forward has it, too
-                self._renew(slot)
+                self._renew(tag)
             elif accessed and one.spec.window is not None:
                 # Let go of pages that a write made private.
                 pages = self._windows[one.spec.window][0].map
@@ -362,17 +362,17 @@ class ReplicaModule:
             # Upstream loses ``t.data = other`` where gradients are enabled.
             lost = replaced and not state.keeps_data and (one.spec.parameter or one.spec.grad)
             if unlike and state.was is not None and not lost:
-                writes.append((slot, t, moved, replaced))
+                writes.append((tag, t, moved, replaced))
         if not writes:
             return Writes()
-        slots, values, by, others = zip(*writes, strict=True)
+        tags, values, by, others = zip(*writes, strict=True)
         plain = Row([t.detach() if t.requires_grad else t for t in values])
-        return Writes(slots, plain, by, others)
+        return Writes(tags, plain, by, others)
 
-    def _renew(self, slot: int) -> None:
+    def _renew(self, tag: int) -> None:
         """Make a tensor anew for the next forward: this one's graph may have saved it."""
-        key, kept = self._tracked[slot].spec.window, self.contents(slot)
-        anew = [self._tracked[slot]]
+        key, kept = self._tracked[tag].spec.window, self.contents(tag)
+        anew = [self._tracked[tag]]
         if key is not None:  # with all others there: it has one mapping
             shared = self._windows[key][1]
             self._windows[key] = Window(shared.size, shared.duplicate(), mmap.MAP_PRIVATE), shared

@@ -65,7 +65,7 @@ class Graph(NamedTuple):
 
     outputs: list[Tensor]  # the tensors that may be differentiated
     leaves: list[Tensor]  # those that they are differentiated by: of the module, then inputs
-    slots: list[int | None]  # of the module's; None for inputs
+    tags: list[int | None]  # of the module's; None for inputs
     model: Model
     state: ForwardState  # the module that ran, and its tensors
 
@@ -152,7 +152,7 @@ class Replica:
         if isinstance(request, SnapshotRequest):
             return Answer(resident.snapshot(request))
         if isinstance(request, GradientsRequest):
-            return Answer(rows=(Row(resident.gradients(request.slots, request.chunk)),))
+            return Answer(rows=(Row(resident.gradients(request.tags, request.chunk)),))
         threads.use(self._device, request.threads)
         with self._joined(request.exchange) as exchange:
             return Answer(rows=(resident.step(request, exchange),))
@@ -246,7 +246,7 @@ class Replica:
             module.reenter(home.state, request)
             self._idle = module
             if keeps:
-                resident.drop_old(terms.chunk, home.slots, needed)
+                resident.drop_old(terms.chunk, home.tags, needed)
             with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
                 found = engine.differentiate(outputs, grads, home.leaves, request)
             # A checkpoint that ran again may have written once more.
@@ -257,10 +257,10 @@ class Replica:
                 self._graphs[request.derived] = graph
             reached = b""
             if keeps:
-                reached = resident.keep(terms.chunk, home.slots, needed, found)
+                reached = resident.keep(terms.chunk, home.tags, needed, found)
             elif exchange is not None and SUMMED in needed:
                 reached = _summed(exchange, needed, home, found)
-        count = sum([slot is not None for slot in home.slots])
+        count = sum([tag is not None for tag in home.tags])
         rows = Row(found[:count]), Row(found[count:])
         return Answer(rows=rows, reached=reached, writes=writes)
 
@@ -281,7 +281,7 @@ def _summed(exchange: Exchange, needed: bytes, home: Graph, grads: list[Tensor |
             torch._foreach_copy_(parts, [*row.values()])
             runs.append(run)
             sums.update(zip(row, parts, strict=True))
-        what = hash(tuple([home.slots[at] for at in sums]))
+        what = hash(tuple([home.tags[at] for at in sums]))
         exchange.add(runs, range(exchange.size), exchange.root, what)
     except (Abandoned, Differing):
         return b""

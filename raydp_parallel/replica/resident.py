@@ -24,7 +24,7 @@ from raydp_parallel.wire.messages import (
     StepRequest,
 )
 
-Slots = Sequence[int | None]
+Tags = Sequence[int | None]
 """Those of a graph's leaves; None for inputs."""
 
 
@@ -33,49 +33,49 @@ class Resident:
 
     def __init__(self, module: ReplicaModule) -> None:
         self._module = module
-        self._kept: dict[int, dict[int, Tensor]] = {}  # by chunk and slot
+        self._kept: dict[int, dict[int, Tensor]] = {}  # by chunk and tag
         self._runs: dict[torch.dtype, Tensor] = {}  # in which sums lie
         # Those of the norm, which the step may use again, and all that they follow from.
         self._last: dict[int, Tensor] = {}
         self._of: object = None
-        self._stepped: dict[int, int] = {}  # slots, each with that of the parameter in its memory
-        # Each with its own parameters, and their slots.
+        self._stepped: dict[int, int] = {}  # tags, each with that of the parameter in its memory
+        # Each with its own parameters, and their tags.
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[nn.Parameter, int]]] = {}
 
     # Gradients.
 
-    def drop_old(self, chunk: int, slots: Slots, codes: bytes) -> None:
+    def drop_old(self, chunk: int, tags: Tags, codes: bytes) -> None:
         """Drop gradients of a chunk that begin anew, before there is memory for the new ones."""
         kept = self._kept.setdefault(chunk, {})
-        for slot, code in zip(slots, codes, strict=True):
-            if code == KEPT and slot is not None:
-                kept.pop(slot, None)
+        for tag, code in zip(tags, codes, strict=True):
+            if code == KEPT and tag is not None:
+                kept.pop(tag, None)
 
-    def keep(self, chunk: int, slots: Slots, codes: bytes, grads: list[Tensor | None]) -> bytes:
+    def keep(self, chunk: int, tags: Tags, codes: bytes, grads: list[Tensor | None]) -> bytes:
         """Keep gradients of a chunk, and take these out of the row; returns which they are.
 
         Args:
             chunk: The number of the chunk.
-            slots: Whose gradients they are; None for inputs.
+            tags: Whose gradients they are; None for inputs.
             codes: The fate of each.
             grads: The gradients, each with memory of its own.
         """
         kept = self._kept.setdefault(chunk, {})
         stays = [False] * len(grads)
-        for at, (slot, code, grad) in enumerate(zip(slots, codes, grads, strict=True)):
+        for at, (tag, code, grad) in enumerate(zip(tags, codes, grads, strict=True)):
             plain = type(grad) is Tensor and grad.layout is torch.strided
-            if code < KEPT or slot is None or grad is None or not plain:
+            if code < KEPT or tag is None or grad is None or not plain:
                 continue
-            if code == ADDED and slot in kept:
-                kept[slot].add_(grad)
+            if code == ADDED and tag in kept:
+                kept[tag].add_(grad)
             else:
-                kept[slot] = grad.detach()
+                kept[tag] = grad.detach()
             grads[at], stays[at] = None, True
         return bytes(stays)
 
-    def gradients(self, slots: Sequence[int], chunk: int) -> list[Tensor]:
+    def gradients(self, tags: Sequence[int], chunk: int) -> list[Tensor]:
         """Return gradients that a chunk has kept."""
-        return [self._kept[chunk][slot] for slot in slots]
+        return [self._kept[chunk][tag] for tag in tags]
 
     def _sums(self, request: StepRequest, exchange: Exchange | None) -> dict[int, Tensor]:
         """Sum what chunks have kept, in the order of chunks."""
@@ -84,9 +84,9 @@ class Resident:
         # Of a group each member has the chunk of its number, or none.
         chunks = [c for c in request.chunks if exchange is None or c == exchange.rank]
         # In the same order everywhere, as members exchange one after the other.
-        for dtype in dict.fromkeys([self._module.tensor(slot).dtype for slot in request.summed]):
-            own = [slot for slot in request.summed if self._module.tensor(slot).dtype == dtype]
-            like = [self._module.tensor(slot) for slot in own]
+        for dtype in dict.fromkeys([self._module.tensor(tag).dtype for tag in request.summed]):
+            own = [tag for tag in request.summed if self._module.tensor(tag).dtype == dtype]
+            like = [self._module.tensor(tag) for tag in own]
             run, sums = summable(like, members, self._runs.pop(dtype, None))
             self._runs[dtype] = run
             for chunk in chunks[:1]:
@@ -103,7 +103,7 @@ class Resident:
 
     def step(self, request: StepRequest, exchange: Exchange | None) -> Row:
         """Make a step; or return the norm, and keep the sums for the step."""
-        optimizer, slots = self._optimizers[request.optimizer]
+        optimizer, tags = self._optimizers[request.optimizer]
         of = exchange, request.sums, request.summed, request.chunks
         if self._of != of:
             self._of, self._last = None, {}  # they lie where the new ones will
@@ -113,18 +113,18 @@ class Resident:
             for dtype in {grad.dtype for grad in self._last.values()}:
                 self._runs[dtype].mul_(request.scale)  # all of them at once
         grads = dict(self._last)
-        for slot, given in request.from_driver.items():
-            like = self._module.tensor(slot)
-            grads[slot] = torch.zeros_like(like) if given is None else given.clone()
+        for tag, given in request.from_driver.items():
+            like = self._module.tensor(tag)
+            grads[tag] = torch.zeros_like(like) if given is None else given.clone()
         if request.norm is not None:
-            found = [grads[slot] for slot in slots.values() if slot in grads]
+            found = [grads[tag] for tag in tags.values() if tag in grads]
             return Row([torch.nn.utils.get_total_norm(found, request.norm)])
         for group, values in zip(optimizer.param_groups, request.values, strict=True):
             for name, value in values.items():
                 group[name] = value.clone() if isinstance(value, Tensor) else value
         engine.seed(self._module.device, request.number, 0)
-        for p, slot in slots.items():
-            p.grad = grads.get(slot)
+        for p, tag in tags.items():
+            p.grad = grads.get(tag)
         try:
             optimizer.step()
             self._follow()
@@ -136,7 +136,7 @@ class Resident:
             raise TypeError(f"optimizer: {text}: use {kind}(model.parameters(), ...)") from error
         finally:
             self._last = {}
-            for p in slots:
+            for p in tags:
                 p.grad = None
         return Row()
 
@@ -162,25 +162,25 @@ class Resident:
             params: dict[int, nn.Parameter] = {}
             for group in groups:
                 on_host = not (group.get("capturable") or group.get("fused"))
-                for slot in group["params"]:
+                for tag in group["params"]:
                     # The module's memory and version, and an object that no other flag replaces.
-                    t = self._module.tensor(slot)
-                    params[slot] = nn.Parameter(t.detach(), t.requires_grad)
-                    step = state.get(slot, {}).get("step")
+                    t = self._module.tensor(tag)
+                    params[tag] = nn.Parameter(t.detach(), t.requires_grad)
+                    step = state.get(tag, {}).get("step")
                     if isinstance(step, Tensor) and on_host:  # as torch's own loading does
-                        state[slot]["step"] = step.cpu()
-                group["params"] = [params[slot] for slot in group["params"]]
+                        state[tag]["step"] = step.cpu()
+                group["params"] = [params[tag] for tag in group["params"]]
             optimizer = kind(groups, **keywords)
             optimizer.state.update((params[n], held) for n, held in state.items() if n in params)
-            self._optimizers[number] = optimizer, {p: slot for slot, p in params.items()}
+            self._optimizers[number] = optimizer, {p: tag for tag, p in params.items()}
 
     def snapshot(self, request: SnapshotRequest) -> Parcel:
-        """Give the weights, or each optimizer's groups and state, by slot."""
+        """Give the weights, or each optimizer's groups and state, by tag."""
         weights: dict[int, Tensor] = {}
         states: dict[int, tuple[Sequence[object], dict[int, object]]] = {}
-        for number, (optimizer, slots) in self._optimizers.items():
-            weights.update((slot, p.detach()) for p, slot in slots.items())
+        for number, (optimizer, tags) in self._optimizers.items():
+            weights.update((tag, p.detach()) for p, tag in tags.items())
             rows, own = optimizer.param_groups, optimizer.state
-            groups = [{**row, "params": [slots[p] for p in row["params"]]} for row in rows]
-            states[number] = groups, {n: dict(own[p]) for p, n in slots.items() if p in own}
+            groups = [{**row, "params": [tags[p] for p in row["params"]]} for row in rows]
+            states[number] = groups, {n: dict(own[p]) for p, n in tags.items() if p in own}
         return parcel(weights if request.of == "weights" else states, "optimizer")

@@ -41,7 +41,7 @@ class Owner(Protocol):
     def pull(self) -> None:
         """Bring the values: its parameters are ordinary ones from then on."""
 
-    def fetch_departing(self, slots: Collection[int]) -> None:
+    def fetch_departing(self, tags: Collection[int]) -> None:
         """Bring all that it has of parameters that leave."""
 
 

@@ -1,7 +1,7 @@
 """A module without the contents of its tensors, as bytes: if they differ from the bytes of the last
 look, the module was changed, and they are the message that says how.
 
-Tensors stand by slot, which is theirs for as long as they live. Empty dicts of hooks, nine tenths
+Tensors stand by tag, which is theirs for as long as they live. Empty dicts of hooks, nine tenths
 of a module's objects, are left out.
 """
 
@@ -100,7 +100,7 @@ class Structure:
 
 
 class _LookPickler(pickling.Pickler):
-    slot: Callable[[Tensor], int]
+    tag: Callable[[Tensor], int]
     set_on: Callable[[type], dict[str, object]]
 
     def reducer_override(self, value: Any) -> object:
@@ -112,7 +112,7 @@ class _LookPickler(pickling.Pickler):
                 value.detach()  # raises torch's own ValueError, as upstream's replication does
             # What users set on parameters; torch.compile's notes stay here.
             own = vars(value) and {k: v for k, v in vars(value).items() if k[:7] != "_dynamo"}
-            return _tensor, (self.slot(value),), own or None, None, None, pickling.set_state
+            return _tensor, (self.tag(value),), own or None, None, None, pickling.set_state
         if isinstance(value, nn.Module):
             return _reduce_module(value) or super().reducer_override(value)
         if kind is types.CodeType:
@@ -180,15 +180,15 @@ def _put_on(_: type, found: dict[type, dict[str, object]]) -> None:
             setattr(kind, name, first if value is None else value)
 
 
-def look(module: object, slot: Callable[[Tensor], int]) -> bytes:
-    """Pickle a module's structure, with the slots of its tensors.
+def look(module: object, tag: Callable[[Tensor], int]) -> bytes:
+    """Pickle a module's structure, with the tags of its tensors.
 
     Raises:
         TransferError: Something in it cannot be sent.
     """
     file = io.BytesIO()
     pickler = _LookPickler(file)
-    pickler.slot, pickler.set_on = slot, functools.cache(_set_on)
+    pickler.tag, pickler.set_on = tag, functools.cache(_set_on)
     try:
         pickler.dump(module)
     except Exception as error:
@@ -201,7 +201,7 @@ def look(module: object, slot: Callable[[Tensor], int]) -> bytes:
 def build(
     structure: bytes, tensors: Mapping[int, Tensor], kept: Kept, device: torch.device
 ) -> tuple[nn.Module, set[int]]:
-    """Build a module from a look, with tensors in the places of their slots; returns the slots that
+    """Build a module from a look, with tensors in the places of their tags; returns the tags that
     it has, too. Code and classes are those of others of this look.
     """
     for tensor in tensors.values():
@@ -240,9 +240,9 @@ def check_devices(module: nn.Module) -> None:
         )
 
 
-def _tensor(slot: int) -> Tensor:
-    _building.used.add(slot)
-    return _building.tensors[slot]  # type: ignore[no-any-return]
+def _tensor(tag: int) -> Tensor:
+    _building.used.add(tag)
+    return _building.tensors[tag]  # type: ignore[no-any-return]
 
 
 def _code(*parts: Any) -> types.CodeType:

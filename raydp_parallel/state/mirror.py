@@ -37,12 +37,12 @@ from raydp_parallel.state.run import (
     touch,
     versions_of,
 )
-from raydp_parallel.wire.messages import SlotSpec, StateNews, StateUpdate, Writes
+from raydp_parallel.wire.messages import StateNews, StateUpdate, TensorSpec, Writes
 from raydp_parallel.wire.windows import PAGE, Window
 
 _MOST_WINDOWS = 16
 
-_slots = itertools.count(1)
+_tags = itertools.count(1)
 """Numbers of tensors in the replicas."""
 
 
@@ -63,7 +63,7 @@ Mark = dict[Tracked, tuple[int, int]]
 
 
 Contents = dict[int, Tensor]
-"""Contents of tensors, by slot."""
+"""Contents of tensors, by tag."""
 
 
 class Overlay(Contents):
@@ -80,7 +80,7 @@ class Master:
         self.revision = 0  # the number of its states so far
         self.structure = Structure(module)  # the module but for its tensors
         self.records: dict[int, Tracked] = {}  # its tensors, by their ids
-        self.leaves: list[Leaf] = []  # those that require a gradient, in the order of slots
+        self.leaves: list[Leaf] = []  # those that require a gradient, in the order of tags
         self.resident: Owner | None = None  # trains it in the replicas; None if nothing does
         self.trained_was_edited = False  # the program has changed a parameter that is trained there
         self.alike = True  # replicas may add gradients: chunks had them of the same parameters
@@ -102,10 +102,10 @@ class Master:
         """The device of the module."""
         return next((one.tensor.device for one in self.records.values()), torch.device("cpu"))
 
-    def slot(self, tensor: Tensor) -> int | None:
-        """Return the slot of a tensor; None if the module does not have it."""
+    def tag(self, tensor: Tensor) -> int | None:
+        """Return the tag of a tensor; None if the module does not have it."""
         found = self.records.get(id(tensor))
-        return None if found is None else found.slot
+        return None if found is None else found.tag
 
     # Look.
 
@@ -113,19 +113,19 @@ class Master:
         """Find out what changed since the last look, and number the state if something did."""
         known, found = self.records, dict[int, Tracked]()
 
-        def slot(tensor: Tensor) -> int:
+        def tag(tensor: Tensor) -> int:
             key = id(tensor)
             one = found.get(key)
             if one is None:
-                one = found[key] = known.get(key) or Tracked(next(_slots), tensor)
-            return one.slot
+                one = found[key] = known.get(key) or Tracked(next(_tags), tensor)
+            return one.tag
 
         self._looked, self._updates = self.revision, {}
         last, texts = self.structure, sources.current()
         if texts != last.sources:
             self.revision += 1
             last.sources, last.sources_at = texts, self.revision
-        structure = look(self.module, slot)
+        structure = look(self.module, tag)
         if structure != last.bytes:
             self._restructure(found)
             last.at = self.revision
@@ -146,7 +146,7 @@ class Master:
             self._compare(changed)
 
     def _restructure(self, found: dict[int, Tracked]) -> None:
-        gone = {one.slot for key, one in self.records.items() if one.trained and key not in found}
+        gone = {one.tag for key, one in self.records.items() if one.trained and key not in found}
         if gone and self.resident is not None:
             self.resident.fetch_departing(gone)  # while replicas still have them
         self.revision += 1
@@ -196,7 +196,7 @@ class Master:
         home = self.home
         check_devices(self.module)
         found = [one for one in self.records.values() if one.tensor.requires_grad]
-        self.leaves = [Leaf(o.tensor, o.kind) for o in sorted(found, key=lambda o: o.slot)]
+        self.leaves = [Leaf(o.tensor, o.kind) for o in sorted(found, key=lambda o: o.tag)]
         for one in self.records.values():
             t = one.tensor
             one.plain = is_plain(t) and is_dense(t) and t.device == home
@@ -207,7 +207,7 @@ class Master:
                 for one in run.records:  # the last look at them
                     here = one.tensor.device == run.memory.device  # else it is sent anyway
                     sent = here and one.content_at <= run.revision
-                    if sent and not same(one.tensor, run.views[one.slot]):
+                    if sent and not same(one.tensor, run.views[one.tag]):
                         one.content_at = self.revision
                 self._runs[way] = StateRun(self.revision, self._in_run(way), home)
 
@@ -250,23 +250,23 @@ class Master:
 
     @property
     def trained(self) -> dict[int, Tensor]:
-        """The parameters that replicas train, by slot."""
-        return {one.slot: one.tensor for one in self.records.values() if one.trained}
+        """The parameters that replicas train, by tag."""
+        return {one.tag: one.tensor for one in self.records.values() if one.trained}
 
     def stepped(self) -> dict[int, int]:
-        """Return the slots that a step changes, each with that of the parameter in its memory."""
-        addresses = {one.slot: one.seen[1] for one in self.records.values()}
-        led = {one.slot: one.leader for one in self.records.values() if one.leader in addresses}
+        """Return the tags that a step changes, each with that of the parameter in its memory."""
+        addresses = {one.tag: one.seen[1] for one in self.records.values()}
+        led = {one.tag: one.leader for one in self.records.values() if one.leader in addresses}
         return {n: leader for n, leader in led.items() if addresses[n] == addresses[leader]}
 
-    def train(self, slots: set[int]) -> None:
+    def train(self, tags: set[int]) -> None:
         """Let replicas have these parameters of their own, which no window holds, and no others."""
         self.revision += 1
         records = self.records.values()
-        trained = [one for one in records if one.slot in slots and one.seen[1]]  # in memory
-        places = {(one.seen[1], one.seen[2][:3]): one.slot for one in trained}
+        trained = [one for one in records if one.tag in tags and one.seen[1]]  # in memory
+        places = {(one.seen[1], one.seen[2][:3]): one.tag for one in trained}
         for one in records:
-            own = one.slot if one.slot in slots else None
+            own = one.tag if one.tag in tags else None
             one.leader = own or places.get((one.seen[1], one.seen[2][:3]))
             if one.leader is not None:
                 one.place, one.spec_at = None, self.revision
@@ -301,9 +301,9 @@ class Master:
         may have put other tensors in its place.
         """
         for one in self.records.values():
-            if one.slot in weights and one.late is not None:
+            if one.tag in weights and one.late is not None:
                 with torch.no_grad():
-                    one.late.copy_(weights[one.slot])
+                    one.late.copy_(weights[one.tag])
                 one.written += 1
                 one.seen = one.tensor._version, one.seen[1], one.seen[2]
         self._updates = {}  # which tell versions
@@ -317,7 +317,7 @@ class Master:
         if run is None:
             run = self._runs[way] = StateRun(self.revision, self._in_run(way), self.home)
         late = [one for one in run.records if one.content_at > run.revision]
-        copy_row([run.views[one.slot] for one in late], [one.tensor for one in late])
+        copy_row([run.views[one.tag] for one in late], [one.tensor for one in late])
         run.revision = self.revision
         return run
 
@@ -355,26 +355,26 @@ class Master:
         return found
 
     def _collect(self, revision: int, way: Way, weights: dict[int, Tensor]) -> StateUpdate:
-        specs: dict[int, SlotSpec] = {}
+        specs: dict[int, TensorSpec] = {}
         windows: dict[int, Window] = {}
         for one in self.records.values():
             if one.spec_at > revision:
                 t = one.tensor
-                spec = SlotSpec(one.kind == "parameter", t.requires_grad)
+                spec = TensorSpec(one.kind == "parameter", t.requires_grad)
                 if way == "mapped" and one.place is not None:
                     key, offset, window = one.place
-                    spec = SlotSpec(*spec[:2], key, offset, *specs_of([t]))
+                    spec = TensorSpec(*spec[:2], key, offset, *specs_of([t]))
                     if key > revision:
                         windows[key] = window
-                specs[one.slot] = spec
+                specs[one.tag] = spec
         run = self._run(way)
         laid = run.spec.key > revision
         ranges = run.ranges(0 if laid else revision)
         changed = [one for one in self.records.values() if one.content_at > revision]
         versions = versions_of([one.tensor for one in changed])
-        sent = {o.slot: o.tensor for o in changed if o.place is None or way != "mapped"} | weights
+        sent = {o.tag: o.tensor for o in changed if o.place is None or way != "mapped"} | weights
         # Detached, which never become ones that lag.
-        contents = {slot: t.detach() for slot, t in sent.items() if slot not in run.views}
+        contents = {tag: t.detach() for tag, t in sent.items() if tag not in run.views}
         last = self.structure
         news = StateNews(
             structure=last.bytes if last.at > revision else None,
@@ -382,8 +382,8 @@ class Master:
             specs=specs,
             run=run.spec if laid else None,
             ranges=tuple(ranges),
-            slots=tuple(contents),
-            versions=dict(zip([one.slot for one in changed], versions, strict=True)),
+            tags=tuple(contents),
+            versions=dict(zip([one.tag for one in changed], versions, strict=True)),
         )
         shown = None if way == "sent" else run.window()
         return StateUpdate(
@@ -403,7 +403,7 @@ class Master:
         """Write what the first chunk wrote. In a backward a checkpoint wrote it, to the buffers of
         its own forward, which ended with a mark: it replaces nothing that was written ``since``.
         """
-        known = {one.slot: one for one in self.records.values()}
+        known = {one.tag: one for one in self.records.values()}
         rows = [(known[n], *row) for n, *row in zip(*writes, strict=True) if n in known]
         if since is not None:
             now = self.mark([one for one, *_ in rows])
@@ -413,8 +413,8 @@ class Master:
         overlays = [*self._overlays.values()]
         before = self._copied(records) if overlays else {}
         for overlay in overlays:
-            for slot, value in before.items():
-                overlay.setdefault(slot, value)
+            for tag, value in before.items():
+                overlay.setdefault(tag, value)
         touch(records)
         versions = versions_of(tensors)
         into, values = [], []
@@ -444,9 +444,9 @@ class Master:
     def _copied(self, records: list[Tracked]) -> Contents:
         """Copy tensors, plain ones at once: on a GPU each clone is a launch."""
         plain = [one for one in records if one.plain]
-        before = {one.slot: torch.empty_like(one.tensor) for one in plain}
+        before = {one.tag: torch.empty_like(one.tensor) for one in plain}
         copy_row([*before.values()], [one.tensor for one in plain])
-        before.update((o.slot, o.tensor.detach().clone()) for o in records if not o.plain)
+        before.update((o.tag, o.tensor.detach().clone()) for o in records if not o.plain)
         return before
 
     def mark(self, records: Collection[Tracked] | None = None) -> Mark:
@@ -456,10 +456,10 @@ class Master:
         return {one: (n, one.written) for one, n in zip(chosen, versions, strict=True)}
 
     def moved_since(self, mark: Mark) -> dict[int, int]:
-        """Count the writes since a mark, by slot, but for those of replicas to buffers."""
+        """Count the writes since a mark, by tag, but for those of replicas to buffers."""
         now = self.mark(mark.keys())
-        found = {o.slot: now[o][0] - v - (now[o][1] - w) for o, (v, w) in mark.items()}
-        return {slot: by for slot, by in found.items() if by}
+        found = {o.tag: now[o][0] - v - (now[o][1] - w) for o, (v, w) in mark.items()}
+        return {tag: by for tag, by in found.items() if by}
 
     def changed_since(self, revision: int, known: Collection[int]) -> str | None:
         """Name a change between a state and the last look, but for the contents of ``known``; None
@@ -470,9 +470,9 @@ class Master:
         if self.structure.at > revision:
             return "an attribute or a part of the module"
         # What lies in the memory of a trained one follows its steps.
-        follow = {slot for slot, leader in self.stepped().items() if slot != leader}
+        follow = {tag for tag, leader in self.stepped().items() if tag != leader}
         for one in self.records.values():
-            if one.content_at > revision and one.slot not in {*known, *follow}:
+            if one.content_at > revision and one.tag not in {*known, *follow}:
                 named = *self.module.named_parameters(), *self.module.named_buffers()
                 name = next((name for name, t in named if t is one.tensor), "")
                 return f"{'parameter' if one.kind == 'parameter' else 'buffer'} {name!r}"

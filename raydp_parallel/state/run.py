@@ -105,7 +105,7 @@ Place = tuple[int, int, Window]
 class Tracked:
     """All that is known of one tensor. It holds the tensor, so that the id stays this one's."""
 
-    slot: int  # its number in the replicas
+    tag: int  # its number in the replicas
     tensor: Tensor
     kind: str = ""  # "parameter", "buffer", or "attribute" for others
     seen: Seen = (-1, 0, ())  # at the last look
@@ -123,7 +123,7 @@ class Tracked:
     @property
     def trained(self) -> bool:
         """True if replicas have one of their own."""
-        return self.leader == self.slot
+        return self.leader == self.tag
 
     @property
     def in_run(self) -> bool:
@@ -162,7 +162,7 @@ class StateRun:
         # In the order in which they lie: small ones, of which buffers come first, then large ones.
         self.records = sorted(records, key=_rank)
         tensors = [one.tensor for one in self.records]
-        slots = tuple([one.slot for one in self.records])
+        tags = tuple([one.tag for one in self.records])
         self._small = sum([t.nbytes < SMALL for t in tensors])
         layout = Layout(specs_of(tensors))
         self._window: Window | None = None
@@ -171,8 +171,8 @@ class StateRun:
             self.memory = self._window.memory[: layout.size]
         else:
             self.memory = torch.zeros(layout.size, dtype=torch.uint8, device=device)
-        self.spec = RunSpec(key, slots, layout.specs)  # as replicas are told
-        self.views = dict(zip(slots, layout.views(self.memory), strict=True))  # by slot
+        self.spec = RunSpec(key, tags, layout.specs)  # as replicas are told
+        self.views = dict(zip(tags, layout.views(self.memory), strict=True))  # by tag
         self._lies = [*itertools.pairwise([*layout.offsets, layout.size])]
         row = part(layout, 0, self._small)
         flat = self.memory[: row.size].view(torch.int64)  # the small ones
@@ -184,7 +184,7 @@ class StateRun:
 
     def fits(self, records: Iterable[Tracked], device: torch.device) -> bool:
         """Tell if tensors lie here in the same layout."""
-        if {one.slot for one in records} != self.views.keys() or self.memory.device != device:
+        if {one.tag for one in records} != self.views.keys() or self.memory.device != device:
             return False
         return specs_of([one.tensor for one in self.records]) == [*self.spec.specs]
 
@@ -216,7 +216,7 @@ class StateRun:
         """
         small = [one for one in self.records[: self._small] if one.content_at <= since]
         found = [one for one in self.records[self._small :] if one.content_at <= since]
-        rows = [(bits(one.tensor), bits(self.views[one.slot])) for one in found]
+        rows = [(bits(one.tensor), bits(self.views[one.tag])) for one in found]
         if small:  # all at once, as mostly they are alike
             flat, copy, now = self._smalls
             memory.copy_row(now, [one.tensor for one in self.records[: self._small]])
@@ -224,7 +224,7 @@ class StateRun:
         alike = _alike(rows)
         if small and not alike.pop():
             found += small
-            alike += _alike([(bits(one.tensor), bits(self.views[one.slot])) for one in small])
+            alike += _alike([(bits(one.tensor), bits(self.views[one.tag])) for one in small])
         return [one for one, same in zip(found, alike, strict=True) if not same]
 
 

@@ -2,7 +2,7 @@
 
 A request says all that one chunk needs: a replica keeps models by number and graphs by key, and
 nothing else from call to call. Fields named ``model`` are the model's number, ``forget`` are graphs
-and models that nobody can ask for any more, and slots are numbers of a model's tensors.
+and models that nobody can ask for any more, and tags are numbers of a model's tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sources(NamedTuple):
     modules: dict[str, Source]  # the user's own that it has loaded, by name
 
 
-class SlotSpec(NamedTuple):
+class TensorSpec(NamedTuple):
     """One tensor of a module, as a replica makes it."""
 
     parameter: bool
@@ -64,7 +64,7 @@ class RunSpec(NamedTuple):
     """The layout of contents that lie in one run of memory."""
 
     key: int  # its number
-    slots: tuple[int, ...]  # in the order of the specs
+    tags: tuple[int, ...]  # in the order of the specs
     specs: tuple[Spec, ...]
 
 
@@ -73,10 +73,10 @@ class StateNews(NamedTuple):
 
     structure: bytes | None  # the module without contents of tensors; None if it is as it was
     sources: Sources | None  # the driver's modules; None if nothing is new
-    specs: dict[int, SlotSpec]  # of tensors that are new, or of another geometry, by slot
+    specs: dict[int, TensorSpec]  # of tensors that are new, or of another geometry, by tag
     run: RunSpec | None  # where contents lie in the run; None if that is as it was
     ranges: tuple[tuple[int, int], ...]  # the changed parts of the run
-    slots: tuple[int, ...]  # of the tensors whose contents come one by one
+    tags: tuple[int, ...]  # of the tensors whose contents come one by one
     versions: dict[int, int]  # of each tensor with other contents, as the master counts it
 
 
@@ -119,7 +119,7 @@ class ForwardRequest(NamedTuple):
     # itself; and its positional and keyword arguments.
     arguments: Parcel
     seed: int  # the call's
-    # Contents that tensors had when the forward ran first, by slot; None if it runs first now. It
+    # Contents that tensors had when the forward ran first, by tag; None if it runs first now. It
     # runs again only for its graph.
     overlay: dict[int, Tensor] | None
     forget: tuple[int, ...] = ()
@@ -145,7 +145,7 @@ class BackwardRequest(NamedTuple):
     partial: bool  # the graph leads to leaves that get no gradient
     keep: bool  # graphs are used again
     derived: int | None  # the number of the graph that the gradients get, with create_graph
-    moved: dict[int, int]  # by how much the master's versions moved since the forward, by slot
+    moved: dict[int, int]  # by how much the master's versions moved since the forward, by tag
     forget: tuple[int, ...] = ()
 
 
@@ -163,9 +163,9 @@ class ResumeRequest(NamedTuple):
 
     model: int
     update: StateUpdate | None  # the module, with the weights to begin with
-    stepped: dict[int, int]  # the slots that optimizers step, each with that of its values
+    stepped: dict[int, int]  # the tags that optimizers step, each with that of its values
     # For each optimizer, by number: its class, the keywords of its constructor, its groups with
-    # slots in the place of parameters, and its state by slot.
+    # tags in the place of parameters, and its state by tag.
     optimizers: Parcel
 
 
@@ -173,7 +173,7 @@ class SnapshotRequest(NamedTuple):
     """A request for what a replica trains."""
 
     model: int
-    # The weights, by slot; or of each optimizer, by number, its groups, and its state by slot.
+    # The weights, by tag; or of each optimizer, by number, its groups, and its state by tag.
     of: Literal["weights", "optimizers"]
 
 
@@ -181,7 +181,7 @@ class GradientsRequest(NamedTuple):
     """A request for gradients that a chunk has kept."""
 
     model: int
-    slots: tuple[int, ...]
+    tags: tuple[int, ...]
     chunk: int
 
 
@@ -191,9 +191,9 @@ class StepRequest(NamedTuple):
     model: int
     optimizer: int  # its number
     values: list[dict[str, object]]  # changes of each of its groups since the last step
-    from_driver: dict[int, Tensor | None]  # gradients, by slot; None for zeros
+    from_driver: dict[int, Tensor | None]  # gradients, by tag; None for zeros
     norm: float | None  # which norm is asked for; None makes the step
-    summed: tuple[int, ...] = ()  # the slots of gradients that are summed over chunks
+    summed: tuple[int, ...] = ()  # the tags of gradients that are summed over chunks
     scale: Tensor | None = None  # the factor of these sums, after a clipping
     chunks: tuple[int, ...] = ()  # that have kept the gradients, in the order of the sum
     sums: int = 0  # their number: a step may use those of a norm of the same gradients
@@ -224,7 +224,7 @@ CaughtWarning = tuple[bytes, str, str, int]
 class Writes(NamedTuple):
     """Tensors that the first chunk wrote to."""
 
-    slots: tuple[int, ...] = ()
+    tags: tuple[int, ...] = ()
     values: Row = Row()  # their contents now
     moved: tuple[int, ...] = ()  # by how much the version of each moved
     replaced: tuple[bool, ...] = ()  # the memory of each is another one, as after ``t.data = t2``
