@@ -413,8 +413,7 @@ class Master:
         overlays = [*self._overlays.values()]
         before = self._copied(records) if overlays else {}
         for overlay in overlays:
-            for tag, value in before.items():
-                overlay.setdefault(tag, value)
+            overlay.update(before | overlay)
         touch(records)
         versions = versions_of(tensors)
         into, values = [], []
