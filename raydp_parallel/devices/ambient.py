@@ -24,7 +24,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 class CallContext(NamedTuple):
     """State that torch code may depend on besides its arguments."""
 
-    grad: bool
+    grad: bool  # outputs may require gradients
     inference: bool
     autocast: tuple[tuple[bool, torch.dtype], ...]  # for each device type: enabled, dtype
     autocast_cache: bool
@@ -159,7 +159,7 @@ def capture() -> CallContext:
     if autocast[0][0] and not torch.cuda.is_initialized():
         autocast[1] = autocast[0]  # modules here are on the CPU, and replicas may have GPUs
     return CallContext(
-        grad=torch.is_grad_enabled(),
+        grad=torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
         inference=torch.is_inference_mode_enabled(),
         autocast=tuple(autocast),
         autocast_cache=torch.is_autocast_cache_enabled(),
@@ -185,7 +185,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
         return torch.set_grad_enabled(context.grad)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(context.inference))
-        stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
+        stack.enter_context(torch.set_grad_enabled(context.grad))
         for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
             on = enabled and (device == "cpu" or torch.cuda.is_initialized())
             stack.enter_context(torch.autocast(device, dtype, on, context.autocast_cache))

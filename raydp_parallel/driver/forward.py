@@ -66,7 +66,6 @@ class _Settings(NamedTuple):
     """Settings of all chunks of a call."""
 
     executor: Executor
-    grad: bool  # outputs may require gradients
     seed: int
     unused: UnusedGrads
     rows: int  # of all chunks
@@ -103,7 +102,7 @@ class ForwardCall(Call):
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors among its arguments that gradients may be asked for."""
-        return [t for t in self._arguments.tensors if self.settings.grad and t.requires_grad]
+        return [t for t in self._arguments.tensors if self.terms.context.grad and t.requires_grad]
 
     def note_state(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
@@ -113,7 +112,7 @@ class ForwardCall(Call):
         versions = versions_of(self._arguments.tensors)
         self._before = master.revision, steps, versions, master.leaves
         self.makes = None
-        if self.settings.grad and (self.inputs or master.leaves):
+        if self.terms.context.grad and (self.inputs or master.leaves):
             self.makes = RemoteGraph(next(self.settings.executor.keys))
             if seat is None:
                 self.makes.recipe = [self]
@@ -222,9 +221,8 @@ def start(
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
-        grad = context.grad and not context.inference
         rows = sum([given.rows for given in chunks])
-        settings = _Settings(executor, grad, seed, unused, rows)
+        settings = _Settings(executor, seed, unused, rows)
         sources.current()  # what was edited since its import travels by value, with arguments, too
         calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):

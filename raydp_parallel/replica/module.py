@@ -273,7 +273,7 @@ class ReplicaModule:
         fresh = {tag: state.tensors[tag] for tag in state.form.fresh}
         set_versions(fresh.values(), [self._tracked[tag].version for tag in fresh])
         state.versions = versions_of(state.tensors.values())
-        state.keeps_data = not context.grad or context.inference
+        state.keeps_data = not context.grad
         # One that runs again has reported its writes before.
         reports = request.terms.reports and request.overlay is None
         state.was = state.form.bytes if reports else None

@@ -176,7 +176,6 @@ class Replica:
         """Run one chunk."""
         self._forget(request.forget)
         terms, context, writes = request.terms, request.terms.context, Writes()
-        grad = context.grad and not context.inference
         reached = b""
         objects: dict[int, object] = {}  # of Ray's store
         for number in request.refs:  # all, whatever happens next: another run gets them again
@@ -193,8 +192,8 @@ class Replica:
                 self._idle = module
                 engine.seed(self._device, request.seed, terms.chunk)
                 own = [t.detach().clone() for t in request.arguments.tensors]  # from a window
-                both = zip(own, request.arguments.tensors, strict=True)
-                inputs = [t.requires_grad_() for t, sent in both if grad and sent.requires_grad]
+                both = zip(own, request.arguments.tensors, strict=True) if context.grad else ()
+                inputs = [t.requires_grad_() for t, sent in both if sent.requires_grad]
                 try:
                     called, args, kwargs = request.arguments.load(own)
                 except Exception as error:  # code of the user's classes
