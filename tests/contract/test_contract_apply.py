@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import os
@@ -39,11 +40,6 @@ def finding(find: Callable[[], Any]) -> nn.Module:
         return found.expand(len(x), -1).clone()
 
     return Apply(forward)
-
-
-def found(find: Callable[[], Any], replicas: int = 2) -> list[list[float]]:
-    """What each replica finds; all the same, and what the caller finds."""
-    return DataParallel(finding(find), ["cpu"] * replicas)(torch.ones(replicas, 1)).tolist()
 
 
 @pytest.mark.upstream
@@ -292,53 +288,6 @@ def test_A8_autocast_travels_with_its_dtype(dtype: torch.dtype) -> None:
     assert model(x).dtype == torch.float32
 
 
-def test_A8_cuda_s_autocast_travels_too() -> None:
-    """Its dtype; a replica without CUDA cannot turn it on."""
-
-    def look() -> list[bool]:
-        dtype = torch.get_autocast_dtype("cuda")
-        return [dtype == torch.bfloat16, torch.is_autocast_enabled("cpu")]
-
-    dtype = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, that there is no CUDA
-            assert found(look) == [[1.0, 0.0]] * 2
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", dtype)
-    assert found(look) == [[0.0, 0.0]] * 2
-
-
-def test_A8_autocast_s_cache_flag_travels() -> None:
-    """cache_enabled=False is False inside."""
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        both = found(lambda: [torch.is_autocast_cache_enabled(), torch.is_autocast_enabled("cpu")])
-        assert both == [[0.0, 1.0]] * 2
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert found(lambda: [torch.is_autocast_cache_enabled()]) == [[1.0]] * 2
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_A8_grad_and_inference_mode_travel(mode: Any) -> None:
-    """Inside and in the outputs, as the plain module's."""
-    net = nn.Linear(3, 2)
-    model = DataParallel(net, CPUS)
-    with mode():
-        flags = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-        assert (
-            found(lambda: [torch.is_grad_enabled(), torch.is_inference_mode_enabled()])
-            == [[float(f) for f in flags]] * 2
-        )
-        ours, plain = model(torch.ones(4, 3)), net(torch.ones(4, 3))
-    assert (ours.requires_grad, ours.is_inference()) == (plain.requires_grad, plain.is_inference())
-    torch.testing.assert_close(ours, plain)
-    model(torch.ones(4, 3)).sum().backward()
-    assert net.weight.grad is not None
-
-
 def test_A8_inputs_and_weights_of_inference_mode() -> None:
     """Inference tensors as inputs, in and out of the mode; a module made in the mode."""
     with torch.inference_mode():
@@ -355,7 +304,36 @@ def test_A8_inputs_and_weights_of_inference_mode() -> None:
 def settings(_net: Any = None, x: Any = None) -> str:
     """Torch's settings, as text."""
     row = {name: read() for name, (read, _) in ambient.FLAGS.items()}
-    return str((row, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()))
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    lower = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+    dtype = torch.get_autocast_dtype("cpu" if lower[0] else "cuda")
+    return str((row, modes, anomaly, lower, dtype))
+
+
+@contextlib.contextmanager
+def cuda_s_autocast() -> Iterator[None]:
+    """Without CUDA torch refuses to turn it on by ``torch.autocast``, and so does a replica."""
+    dtype = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", dtype)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "anomaly without NaN check": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast without a cache": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "CUDA's autocast": cuda_s_autocast,
+}
+"""Of a block of code."""
 
 
 OTHERS: dict[str, Any] = {
@@ -370,8 +348,9 @@ OTHERS: dict[str, Any] = {
 """Values of settings that are not switched; those of precisions are alike."""
 
 
-@pytest.mark.parametrize("name", [*ambient.FLAGS, "anomaly", "anomaly without NaN check"])
-def test_A8_process_wide_settings_travel(name: str) -> None:
+@pytest.mark.parametrize("name", [*ambient.FLAGS, *MODES])
+@pytest.mark.filterwarnings("ignore")
+def test_A8_settings_travel(name: str) -> None:
     """Set in the caller, they are set inside; set back, they are back."""
     read, write = ambient.FLAGS.get(name, (lambda: False, lambda _: None))
     if read() is None or "preferred" in name:
@@ -381,7 +360,7 @@ def test_A8_process_wide_settings_travel(name: str) -> None:
     usual = settings()
     assert model(x) == [usual] * 2
     try:
-        with torch.autograd.set_detect_anomaly("anomaly" in name, check_nan="without" not in name):
+        with MODES.get(name, contextlib.nullcontext)():
             write(value)
             assert settings() != usual or "precision" in name
             assert model(x) == [settings()] * 2
@@ -608,42 +587,20 @@ def drawing(_net: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_A10_manual_seed_makes_everything_repeatable() -> None:
-    """The same seed gives the same bits, another others; a second call differs from the first."""
-    model = DataParallel(drawing(), CPUS)
-    x = torch.ones(6, 1)
-    runs = []
-    for seed in (1, 1, 2):
+    """The same seed gives the same bits, whoever runs the chunks, and another others. So do a
+    second call and each chunk: upstream's see equal masks.
+    """
+    x, runs = torch.ones(6, 1), []
+    for ids, seed in ((CPUS, 1), ([0, 1], 1), ([0, 0], 1), (CPUS, 2)):
+        model = DataParallel(drawing(), ids)
         torch.manual_seed(seed)
-        runs.append([model(x), model(x)])
-    for first, second, third in zip(*runs, strict=True):
-        assert all(map(torch.equal, first, second))
-        assert all(not torch.equal(a, b) for a, b in zip(first, third, strict=True))
-    assert all(not torch.equal(a, b) for a, b in zip(*runs[0], strict=True))
-
-
-def test_A10_chunks_draw_different_numbers() -> None:
-    """An improvement: upstream seeds all devices alike, so equal chunks there see equal masks."""
-    for drawn in DataParallel(drawing(), ["cpu"] * 3)(torch.ones(6, 1))[:2]:
-        assert len({tuple(row) for row in drawn.tolist()}) == 6
-    masks = DataParallel(nn.Dropout(0.5), CPUS)(torch.ones(2, 64))
-    assert not torch.equal(masks[0], masks[1])
-
-
-@pytest.mark.long
-def test_A10_numbers_do_not_depend_on_who_runs_the_chunks() -> None:
-    """CPU replicas, counted GPUs, and one replica for all chunks."""
-    x = torch.ones(6, 1)
-    results = []
-    wrappers = [
-        DataParallel(drawing(), CPUS),
-        DataParallel(drawing(), [0, 1]),
-        DataParallel(drawing(), [0, 0]),
-    ]
-    for model in wrappers:
-        torch.manual_seed(5)
-        results.append([*model(x), torch.rand(3)])
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
+        runs.append([*model(x), torch.rand(3), *model(x)])
+    first, *same, other = runs
+    for one in same:
+        assert all(map(torch.equal, first, one))
+    assert not any(map(torch.equal, first, other))
+    assert not any(map(torch.equal, first[:5], first[6:]))
+    assert all(len(drawn.unique(dim=0)) == 6 for drawn in first[:2])
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -723,21 +680,6 @@ def test_A10_a_generator_that_the_module_holds() -> None:
     )
 
 
-def test_A11_modules_closures_and_hooks_run_in_the_replicas() -> None:
-    """A deviation, documented: outputs are how things come back."""
-    seen: list[int] = []
-    net = nn.Sequential(nn.Linear(3, 3))
-    net[0].register_forward_hook(lambda _module, _args, out: seen.append(len(out)))
-    model = DataParallel(net, CPUS)
-    model(torch.ones(4, 3))
-    assert seen == []
-    inner = model.run(lambda net, x: net[0](x), torch.ones(4, 3))
-    torch.testing.assert_close(inner, net[0](torch.ones(4, 3)))
-    pids = {int(pid) for (pid,) in found(lambda: [os.getpid()])}
-    assert len(pids) == 2
-    assert os.getpid() not in pids
-
-
 def closure_of_a_dict(net: nn.Module) -> Any:
     """As tutorials keep activations."""
     activations: dict[str, Tensor] = {}
@@ -747,6 +689,22 @@ def closure_of_a_dict(net: nn.Module) -> Any:
 
     net.register_forward_hook(hook)
     return activations
+
+
+def attributes_of_a_class(net: Any) -> Any:
+    """Which replicas of upstream's share with the module."""
+
+    class Counts(nn.Linear):
+        calls = 0
+        shapes: ClassVar[list[Any]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            self.shapes.append(x.shape)
+            return super().forward(x) * self.calls
+
+    net.__class__ = Counts
+    return lambda: [Counts.calls, *Counts.shapes]
 
 
 def names_of_a_script(net: nn.Module) -> Any:
@@ -763,7 +721,7 @@ def hook(module, args, out):
     return lambda: space["log"] + [None] * space["number"]
 
 
-KEEPERS = closure_of_a_dict, names_of_a_script
+KEEPERS = closure_of_a_dict, names_of_a_script, attributes_of_a_class
 
 
 def content(kept: Any) -> Any:
@@ -774,13 +732,15 @@ def content(kept: Any) -> Any:
 @pytest.mark.parametrize("keep", KEEPERS)
 def test_A11_objects_of_the_program_that_hooks_change(keep: Any) -> None:
     """They stay as they were, forward after forward, with one warning at most."""
-    net = nn.Linear(3, 3)
-    kept = keep(net)
+    net, x = nn.Linear(3, 3), torch.ones(4, 3)
+    expected, kept = net(x), keep(net)
     before, model = content(kept), DataParallel(net, CPUS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            model(torch.ones(4, 3)).sum().backward()
+            out = model(x)
+            torch.testing.assert_close(out, expected)
+            out.sum().backward()
     own = [w for w in caught if "backward hook is firing" not in str(w.message)]  # torch's
     assert len(own) <= 1
     assert content(kept) == before
@@ -805,26 +765,6 @@ def test_A11_each_replica_has_locks_of_its_own() -> None:
     with guard, lock:
         assert torch.equal(model(x), 2 * x)
     assert net.guard is guard and shapes == {}
-
-
-def test_A11_attributes_of_a_class_that_forward_changes() -> None:
-    """Upstream's replicas are of the same class; here they stay as they are."""
-
-    class Counts(nn.Module):
-        calls = 0
-        shapes: ClassVar[list[Any]] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            type(self).calls += 1
-            self.shapes.append(x.shape)
-            return x * self.calls
-
-    model, x = DataParallel(Counts(), CPUS), torch.ones(4, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            assert torch.equal(model(x), x)
-    assert (Counts.calls, Counts.shapes) == (0, [])
 
 
 def test_A11_objects_that_hooks_only_read_bring_no_warning() -> None:

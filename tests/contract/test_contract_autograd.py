@@ -225,35 +225,34 @@ def test_B3_unused_parameters_get_zeros():
     assert net.frozen.grad is None
 
 
-def test_B3_no_zeros_where_no_parameter_is_used():
-    """Then upstream's broadcast is not part of the graph."""
+@alike(lambda: Apply(lambda net, x, y, use: net.one(x) if use else x * 2, one=nn.Linear(3, 2)))
+def test_B3_no_zeros_for_inputs_nor_where_no_parameter_is_used(model):
+    """Then upstream's broadcast is not part of the graph; an unused input keeps None."""
+    found = []
+    for use in (False, True):
+        x, y = leaf(4, 3), leaf(4, 3)
+        model(x, y, use).sum().backward()
+        found += [x.grad, y.grad, *(p.grad for p in model.parameters() if not use)]
+    return found
 
-    def use(model):
-        x = leaf(4, 3)
-        model(x, which="none").sum().backward()
-        return x.grad
 
-    assert parity(branches(), use).ours.module.one.weight.grad is None
+def test_B3_B4_option_none_is_the_plain_module():
+    """Gradients of parameters stay None that no replica used; to ask for one is an error, unless
+    that is allowed.
+    """
+    x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 2.0, 3.0]])
 
-
-def test_B3_option_none_is_the_plain_module():
-    """Gradients of parameters stay None that no replica used."""
-
-    def use(model):
-        model(torch.tensor([[1.0, 2.0, 3.0], [-1.0, 2.0, 3.0]])).sum().backward()
+    def ask(model):
+        out, wanted = model(x).sum(), [*model.parameters()][1:4]
+        assert type(raised(lambda: torch.autograd.grad(out, wanted))) is RuntimeError
+        found = torch.autograd.grad(model(x).sum(), wanted, allow_unused=True)
+        model(x).sum().backward()
+        return found
 
     option = Options(unused_grads="none")
-    models = parity(branches(), use, upstream=False, options=option)
+    models = parity(branches(), ask, upstream=False, options=option)
     assert models.ours.module.two.weight.grad is None
-    parity(by_sign(), use, plain=False, options=option)
-
-
-@alike(lambda: Apply(lambda net, x, y: net.layer(x), layer=nn.Linear(3, 2)))
-def test_B3_unused_input_gets_none(model):
-    """Zeros are for parameters: an unused input keeps None, as in the plain module."""
-    x, y = leaf(4, 3), leaf(4, 3)
-    model(x, y).sum().backward()
-    return x.grad, y.grad
+    parity(by_sign(), lambda model: model(x).sum().backward(), plain=False, options=option)
 
 
 @alike(branches, plain=False)
@@ -262,20 +261,6 @@ def test_B4_grad_of_unused_parameters_is_zeros(model):
     unused = [p for name, p in model.named_parameters() if "two" in name]
     used = [p for name, p in model.named_parameters() if "one" in name]
     return torch.autograd.grad(model(data(4, 3)).sum(), [*unused, *used])
-
-
-@pytest.mark.parametrize("allow_unused", [False, True])
-def test_B4_grad_of_unused_under_option_none(allow_unused):
-    """With ``unused_grads="none"`` it is as in the plain module: an error, or None if allowed."""
-
-    def use(model):
-        out, wanted = model(torch.ones(4, 3)).sum(), [*model.parameters()][1:4]
-        if allow_unused:
-            return torch.autograd.grad(out, wanted, allow_unused=True)
-        assert type(raised(lambda: torch.autograd.grad(out, wanted))) is RuntimeError
-        return None
-
-    parity(branches(), use, upstream=False, options=Options(unused_grads="none"))
 
 
 @made_of(words=lambda: nn.Embedding(6, 3, sparse=True), scale=ones(3))
@@ -476,27 +461,23 @@ def test_B6_one_trip_per_pass():
     assert model.executor.stats().backwards == before + 1
 
 
-def test_B6_forward_mode_is_refused(two):
-    """Upstream raises torch's error; a tangent must not be lost in silence."""
-    model = DataParallel(nn.Linear(3, 2).requires_grad_(False), executor=two)
-    x = torch.randn(4, 3)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(4, 3))
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            model(dual)
-        assert_close(model(x), model.module(x))
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(model, (x,), (x,))
-
-
-@pytest.mark.parametrize("transform", ["vmap", "grad", "jacrev", "batched", "vectorize"])
-def test_B6_transforms_are_refused(two, transform):
-    """Upstream fails there, too, with errors about data pointers and static methods."""
+@pytest.mark.parametrize(
+    "transform", ["vmap", "grad", "jacrev", "batched", "vectorize", "jvp", "dual"]
+)
+def test_B6_transforms_and_forward_mode_are_refused(two, transform):
+    """Upstream fails there, too, with errors about data pointers and static methods; a tangent must
+    not be lost in silence.
+    """
     model = DataParallel(nn.Linear(3, 2), executor=two)
     x = torch.randn(4, 3)
 
     def summed(x):
         return model(x).sum(0)
+
+    def dual():
+        with torch.autograd.forward_ad.dual_level():
+            assert_close(model(x), model.module(x))
+            model(torch.autograd.forward_ad.make_dual(x, torch.ones(4, 3)))
 
     calls = {
         "vmap": lambda: torch.func.vmap(model)(x.expand(5, 4, 3)),
@@ -506,6 +487,8 @@ def test_B6_transforms_are_refused(two, transform):
             model(x), [*model.parameters()], torch.ones(5, 4, 2), is_grads_batched=True
         ),
         "vectorize": lambda: torch.autograd.functional.jacobian(summed, x, vectorize=True),
+        "jvp": lambda: torch.func.jvp(model, (x,), (x,)),
+        "dual": dual,
     }
     with pytest.raises(NotImplementedError, match=r"torch\.func.*functional\.jacobian"):
         calls[transform]()
@@ -611,37 +594,26 @@ def outcome(loss, model, x):
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("another_forward", [False, True])
-@pytest.mark.parametrize("needs_input", [False, True])
+@pytest.mark.parametrize("how", ["alone", "input", "another forward", "second order"])
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("width", [5, 20_000])  # weights that are sent, and that are mapped
-def test_B11_in_place_change_raises_where_plain_torch_raises(
-    width, edit, needs_input, another_forward
-):
-    """If a tensor was saved for backward; where not, gradients are those of the forward."""
+def test_B11_in_place_change_raises_where_plain_torch_raises(width, edit, how):
+    """If a tensor was saved for backward; where not, gradients are those of the forward. So it is
+    between a derivative and the derivative of it.
+    """
 
     def use(model):
-        x = data(6, 3, requires_grad=needs_input)
+        x = data(6, 3, requires_grad=how in ("input", "second order"))
         loss = model(x).square().sum()
+        if how == "second order":
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = grad.square().sum()
         change(model, edit)
-        if another_forward:
+        if how == "another forward":
             model(x)
         return outcome(loss, model, x)
 
     parity(mlp(width), use, upstream=False)
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_B11_in_place_change_before_second_order(edit):
-    """Between a derivative and the derivative of it, likewise."""
-
-    def use(model):
-        x = leaf(6, 3)
-        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        change(model, edit)
-        return outcome(grad.square().sum(), model, x)
-
-    parity(mlp(), use, upstream=False)
 
 
 @made_of(lin=(3, 3), frozen=ones(3, requires_grad=False))

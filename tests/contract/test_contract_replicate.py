@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -42,11 +41,6 @@ def report(find: Callable[[Any, Tensor], Any]) -> Any:
     params, named = nn.ParameterList([ones(1), ones(2)]), nn.ParameterDict({"a": ones(3)})
     parts = {"weight": ones(2, 3), "child": nn.Linear(3, 2), "params": params, "named": named}
     return Apply(forward, **parts, buffer=nn.Buffer(torch.zeros(3)))
-
-
-def found(find: Callable[[Any, Tensor], Any]) -> list[list[float]]:
-    """What each replica finds."""
-    return DataParallel(report(find), CPUS)(torch.ones(2, 3)).tolist()
 
 
 DTYPES = {
@@ -90,21 +84,29 @@ def test_R1_R17_every_replica_computes_with_the_master_s_values(make: Any, repli
         assert_same_state(ours, theirs)
 
 
-def test_R2_replicas_have_real_parameters() -> None:
-    """A deviation: upstream's replicas have none, so that next(self.parameters()) raises."""
+def look(net: Any, x: Tensor) -> list[Any]:
+    """What there is of parameters, and what requires gradients."""
+    first, parameters = next(net.parameters()), [*net.parameters()]
+    real = [isinstance(p, nn.Parameter) and p.is_leaf for p in parameters]
+    counts = [len(parameters), len(net.state_dict()), len([*net.named_buffers()])]
+    named = [net.named["a"].numel(), [*net.named_parameters()][1][0] == "child.weight"]
+    grads = [p.requires_grad for p in parameters]
+    modes = [torch.is_grad_enabled(), (x @ net.weight.t()).requires_grad]
+    return [*real, first is net.weight, len(net.params), *counts, *named, *grads, *modes]
 
-    def find(net: Any, x: Tensor) -> list[Any]:
-        first, parameters = next(net.parameters()), [*net.parameters()]
-        real = [isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in parameters]
-        counts = [len(parameters), len(net.state_dict()), len([*net.named_buffers()])]
-        named = [net.named["a"].numel(), [*net.named_parameters()][1][0] == "child.weight"]
-        return [*real, first is net.weight, len(net.params), *counts, *named]
 
-    net = report(find)
-    expected = net(torch.ones(1, 3))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_R2_R4_R9_replicas_have_real_parameters(mode: Any) -> None:
+    """A deviation: upstream's replicas have none, so that next(self.parameters()) raises, or under
+    no_grad replica 0 alone has them. Frozen ones are frozen in each.
+    """
+    net = report(look)
+    net.child.requires_grad_(False)
+    with mode():
+        expected = net(torch.ones(1, 3))
+        assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == expected.tolist() * 2
+        error = raised(lambda: oracle.DataParallel(net, [0, 1])(torch.ones(2, 3)))
     assert expected[0, :6].tolist() == [1.0] * 6
-    assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == expected.tolist() * 2
-    error = raised(lambda: oracle.DataParallel(net, [0, 1])(torch.ones(2, 3)))
     assert isinstance(error, (StopIteration, RuntimeError))
 
 
@@ -136,24 +138,7 @@ def test_R3_parameters_that_functional_call_swaps_are_used_in_a_replica() -> Non
         swapped = {"weight": torch.full((2, 3), 5.0), "bias": torch.zeros(2)}
         return torch.func.functional_call(net.child, swapped, (x,)).flatten().tolist()
 
-    assert found(find) == [[15.0, 15.0]] * 2
-
-
-def test_R4_without_grad_replicas_are_as_with_it() -> None:
-    """Upstream's have parameters under no_grad in replica 0 alone; ours have them all."""
-
-    def find(net: Any, x: Tensor) -> list[Any]:
-        return [
-            len(list(net.parameters())),
-            net.weight.requires_grad,
-            torch.is_grad_enabled(),
-            (x @ net.weight.t()).requires_grad,
-        ]
-
-    with torch.no_grad():
-        rows = found(find)
-    assert rows == [[6.0, 1.0, 0.0, 0.0]] * 2
-    assert found(find) == [[6.0, 1.0, 1.0, 1.0]] * 2
+    assert DataParallel(report(find), CPUS)(torch.ones(2, 3)).tolist() == [[15.0, 15.0]] * 2
 
 
 def replicated(
@@ -232,48 +217,15 @@ def test_R8_buffers_that_require_grad_get_one() -> None:
     )
 
 
-def test_R9_frozen_parameters_are_frozen_in_the_replica() -> None:
-    """requires_grad inside is what it is outside."""
-
-    def find(net: Any, _x: Tensor) -> list[bool]:
-        return [p.requires_grad for p in net.parameters()]
-
-    net = report(find)
-    net.child.requires_grad_(False)
-    expected = [float(p.requires_grad) for p in net.parameters()]
-    assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == [expected] * 2
-
-
-class Odd(nn.Module):
-    """Entries that are None, and a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3, bias=False)
-        self.register_parameter("no_parameter", None)
-        self.register_buffer("no_buffer", None)
-        self.register_module("no_child", None)
-        self.register_buffer("unkept", torch.ones(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.no_parameter is self.no_buffer is self.no_child is self.linear.bias is None
-        assert {*self.state_dict()} == {"linear.weight"}
-        return self.linear(x) * self.unkept
-
-
-def test_R11_none_entries_and_odd_buffers_are_kept() -> None:
-    """In each replica."""
-    net = Odd()
-    torch.testing.assert_close(DataParallel(net, CPUS)(torch.ones(4, 3)), net(torch.ones(4, 3)))
-
-
 class Indirect(nn.Module):
-    """Reaches its weights through everything but the usual attributes."""
+    """Reaches its weights through everything but the usual attributes, and has entries that are
+    None, and a buffer that is not saved.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.other = nn.Linear(3, 3)
+        self.other = nn.Linear(3, 3, bias=False)
         self.listed = [self.linear, self.other]
         self.mapped = {"a": {"b": self.linear}}
         self.bound = self.helper
@@ -281,41 +233,41 @@ class Indirect(nn.Module):
         self.tensors = [torch.ones(3), (torch.ones(3),)]
         self.weight_of = self.linear.weight
         self.forward = self.instead
+        self.register_parameter("no_parameter", None)
+        self.register_buffer("no_buffer", None)
+        self.register_module("no_child", None)
+        self.register_buffer("unkept", torch.ones(3), persistent=False)
 
     def helper(self, x: Tensor) -> Tensor:
         assert self.listed[0] is self.mapped["a"]["b"] is self.linear
         assert self.weight_of is self.linear.weight
-        return self.linear(x)
+        assert self.no_parameter is self.no_buffer is self.no_child is self.other.bias is None
+        assert "unkept" not in self.state_dict()
+        return self.linear(x) * self.unkept
 
     def instead(self, x: Tensor) -> Tensor:
         x = self.bound(x) * self.tensor * self.tensors[0] * self.tensors[1][0]
         for layer in self.listed:
             x = layer(x)
-        return x * os.getpid() / os.getpid()
+        return x
 
 
-def test_R13_lists_of_modules_bound_methods_and_an_instance_s_forward_follow_the_replica() -> None:
-    """Upstream leaves them to the master; here they are the replica's own, gradients included."""
+def test_R11_R13_what_is_in_other_attributes_follows_the_replica() -> None:
+    """Upstream leaves it to the master; here it is the replica's own, gradients included."""
     ours, _, plain = trio(Indirect(), 2)
+    for net in (ours.module, plain):
+        net.tensor.requires_grad_()
+        net.tensors[0].requires_grad_()
     for _ in range(2):
         train(torch.randn(4, 3), ours, plain)
+        for name in ("tensor", "tensors"):
+            pair = [getattr(net, name) for net in (ours.module, plain)]
+            torch.testing.assert_close(*[t.grad if name == "tensor" else t[0].grad for t in pair])
         for net in (ours.module, plain):
             with torch.no_grad():
                 for p in net.parameters():
                     p.mul_(0.5)
                 net.tensor.mul_(2)
-
-
-def test_R13_tensors_in_plain_attributes_get_gradients() -> None:
-    """A tensor that requires a gradient and is no parameter takes part as in the plain module."""
-    net = Indirect()
-    net.tensor.requires_grad_()
-    net.tensors[0].requires_grad_()
-    wanted = [net.tensor, net.tensors[0]]
-    x = torch.randn(4, 3)
-    ours = torch.autograd.grad(DataParallel(net, CPUS)(x).sum(), wanted)
-    for one, other in zip(ours, torch.autograd.grad(net(x).sum(), wanted), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_R14_a_class_of_a_script_may_use_what_refuses_pickling() -> None:

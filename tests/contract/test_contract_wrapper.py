@@ -6,6 +6,7 @@ import copy
 import io
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import on_gpus
 import oracle
 import pytest
 import torch
-from harness import Apply, Trio, assert_same_grads, assert_same_state, made_of, raised, same, trio
+from harness import Apply, assert_same_grads, assert_same_state, made_of, raised, same, trio
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
@@ -66,19 +67,14 @@ def calls(model: DataParallel[Any]) -> list[int]:
     return [one.calls for one in there if one.device_id == "cpu" or on_gpus.asked() != "cpu"]
 
 
-def same_outputs(three: Trio, *inputs: Any, exact: bool = True, **kwargs: Any) -> torch.Tensor:
-    """Our output; upstream's is the same."""
-    ours, theirs = three.ours(*inputs, **kwargs), three.theirs(*inputs, **kwargs)
-    torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
-    return ours  # type: ignore[no-any-return]
-
-
 def test_C1_signature() -> None:
-    """Upstream's four arguments, by position and name; ours by name only; no others."""
+    """Upstream's four arguments, by position and name; ours by name only; no others. The class can
+    be subscripted.
+    """
     net = Net()
     for model in (
         DataParallel(net, TWO, "cpu", 1),
-        DataParallel(module=net, device_ids=TWO, output_device="cpu", dim=1),
+        DataParallel[Net](module=net, device_ids=TWO, output_device="cpu", dim=1),
     ):
         assert (model.module, model.device_ids, model.dim) == (net, TWO, 1)
         assert model.output_device == torch.device("cpu")
@@ -90,31 +86,19 @@ def test_C1_signature() -> None:
         DataParallel(device_ids=TWO)  # type: ignore[call-arg]
 
 
-def test_C1_generic() -> None:
-    """The class can be subscripted, and still makes wrappers."""
-    model = DataParallel[nn.Linear](nn.Linear(4, 2), TWO)
-    assert model(batch()).shape == (6, 2)
-
-
 @pytest.mark.parametrize("where", [None, 0, 1, -1, "cpu", torch.device("cpu"), "cuda:0"])
 def test_C3_output_device(where: Any) -> None:
-    """By default the master's device; each of upstream's forms is taken, and outputs go there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    """By default the master's device; each of upstream's forms is taken, one with its warning, and
+    outputs go there. It can be changed later.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FutureWarning)
         model = DataParallel(Net(), [0, 1], where)
-        assert model.output_device == torch.device("cpu")
-        assert model(batch()).device == torch.device("cpu")
-
-
-def test_C3_minus_one_is_the_cpu_with_upstreams_warning() -> None:
-    """``output_device=-1`` is accepted, and deprecated in upstream's words."""
-    with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
-        DataParallel(Net(), TWO, -1)
-
-
-def test_C3_output_device_can_be_set() -> None:
-    """As upstream's attribute, it can be changed later."""
-    model = DataParallel(Net(), TWO)
+    told = [str(one.message) for one in caught if one.category is FutureWarning]
+    assert len(told) == (where == -1)
+    assert all("Using -1 to represent CPU tensor is deprecated" in text for text in told)
+    assert model.output_device == torch.device("cpu")
+    assert model(batch()).device == torch.device("cpu")
     model.output_device = "cpu"
     assert model.output_device == torch.device("cpu")
     with pytest.raises(ValueError, match="output_device=77"):
@@ -182,18 +166,13 @@ def test_C8_constructor_does_not_check_devices() -> None:
     assert model(batch()).shape == (6, 3)
 
 
-def test_C9_state_dict_has_the_prefix() -> None:
-    """Keys of state_dict and names begin with ``module.``, as upstream's."""
+def test_C9_loading() -> None:
+    """Names begin with ``module.``: strict without it loading fails; with it it reaches the
+    replicas; it can be stripped.
+    """
     ours, theirs, plain = trio(Net(), 2)
-    assert [*ours.state_dict()] == [f"module.{k}" for k in plain.state_dict()]
-    assert [*ours.state_dict()] == [*theirs.state_dict()]
     for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
         assert [n for n, _ in getattr(ours, names)()] == [n for n, _ in getattr(theirs, names)()]
-
-
-def test_C9_loading() -> None:
-    """Strict without the prefix it fails; with it it reaches the replicas; it can be stripped."""
-    ours, theirs, plain = trio(Net(), 2)
     trained = Net()
     with pytest.raises(RuntimeError, match="Missing key"):
         ours.load_state_dict(trained.state_dict())
@@ -251,6 +230,26 @@ def test_C12_copies(way: str, ran: bool) -> None:
     assert not model(batch()).eq(5).any()
 
 
+@pytest.mark.upstream
+def test_C14_C15_what_torch_does_to_the_wrapper_is_refused() -> None:
+    """In the same words as of upstream's class."""
+    from torch.onnx._internal.torchscript_exporter import utils
+
+    calls: dict[str, Callable[[Any], Any]] = {
+        "can't be used with nn.DataParallel": lambda model: torch.func.functional_call(
+            model, dict(model.named_parameters()), batch()
+        ),
+        "not supported by ONNX": lambda model: utils.export(model, (batch(),), io.BytesIO()),
+        "variable number of arguments": torch.jit.script,
+    }
+    for words, call in calls.items():
+        net = nn.Linear(4, 2)
+        ours = raised(lambda call=call, net=net: call(DataParallel(net, TWO)))
+        theirs = raised(lambda call=call, net=net: call(nn.DataParallel(net)))
+        assert type(ours) is type(theirs)
+        assert all(words in str(error) for error in (ours, theirs))
+
+
 def test_C13_modules_with_computed_weights() -> None:
     """Old weight_norm keeps a non-leaf: two steps work; deepcopy fails as the module's own."""
     with warnings.catch_warnings():
@@ -267,30 +266,6 @@ def test_C13_modules_with_computed_weights() -> None:
         assert_same_grads(ours, theirs)
         assert_same_state(ours, theirs)
     assert type(raised(lambda: copy.deepcopy(ours))) is type(raised(lambda: copy.deepcopy(first)))
-
-
-def test_C14_functional_call_is_refused() -> None:
-    """torch.func refuses us as it refuses upstream's class."""
-    model = DataParallel(nn.Linear(4, 2), TWO)
-    with pytest.raises(RuntimeError, match=r"stateless API can't be used with nn\.DataParallel"):
-        torch.func.functional_call(model, dict(model.named_parameters()), batch())
-
-
-@pytest.mark.upstream
-def test_C14_onnx_export_is_refused() -> None:
-    """The TorchScript exporter refuses us in the same words."""
-    from torch.onnx._internal.torchscript_exporter import utils
-
-    with pytest.raises(ValueError, match="not supported by ONNX"):
-        utils.export(DataParallel(nn.Linear(4, 2), TWO), (batch(),), io.BytesIO())
-
-
-def test_C15_script_is_refused() -> None:
-    """Variable arguments cannot be compiled: the same error as upstream's wrapper gives."""
-    ours = raised(lambda: torch.jit.script(DataParallel(nn.Linear(4, 2), TWO)))
-    theirs = raised(lambda: torch.jit.script(nn.DataParallel(nn.Linear(4, 2))))
-    assert type(ours) is type(theirs)
-    assert all("variable number of arguments" in str(error) for error in (ours, theirs))
 
 
 @pytest.mark.parametrize("ids", [TWO, ["cpu"]])
@@ -391,7 +366,7 @@ def test_C17_what_a_replica_cannot_do_says_so(use: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize("ids", [["cpu"], TWO])
-@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "the same parameter"])
 def test_F1_tensors_on_two_devices(ids: list[str], kind: str) -> None:
     """In each forward, in upstream's words; put right, the model runs."""
     net = Net()
@@ -399,8 +374,10 @@ def test_F1_tensors_on_two_devices(ids: list[str], kind: str) -> None:
     model(batch())
     if kind == "parameter":
         net.last.weight = nn.Parameter(net.last.weight.detach().to("meta"))
-    else:
+    elif kind == "buffer":
         net.norm.running_var = net.norm.running_var.to("meta")
+    else:  # which is found although it is the same object
+        torch.utils.swap_tensors(net.last.weight, nn.Parameter(torch.empty(3, 6, device="meta")))
     text = rf"parameters and buffers on device {oracle.place} \(device_ids\[0\]\) but found one of"
     with pytest.raises(RuntimeError, match=f"module must have its {text} them on device: meta"):
         model(batch())
@@ -409,64 +386,39 @@ def test_F1_tensors_on_two_devices(ids: list[str], kind: str) -> None:
     assert model(batch()).shape == (6, 3)
 
 
-def test_F1_a_moved_tensor_that_keeps_its_identity() -> None:
-    """It is found on another device although the parameter is the same object."""
-    net = nn.Linear(4, 2)
-    model = DataParallel(net, TWO)
-    model(batch())
-    bias = net.bias
-    torch.utils.swap_tensors(bias, nn.Parameter(torch.empty(2, device="meta")))
-    assert net.bias is bias and bias.is_meta
-    with pytest.raises(RuntimeError, match="found one of them on device: meta"):
-        model(batch())
-
-
-def test_F2_inputs_may_lie_on_the_cpu() -> None:
-    """Inputs of GPU ids are CPU tensors here, nested and by name."""
-    net = keywords()
-    three = Trio(DataParallel(net, [0, 1]), oracle.DataParallel(net, [0, 1]), net)
-    x = torch.randn(4, 2)
-    same_outputs(three, x, bias=x)
-
-
 @pytest.mark.parametrize(
-    ("rows", "ran"), [(1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 0]), (5, [1, 1, 1])]
+    ("rows", "ran"),
+    [(1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 0]), (5, [1, 1, 1]), (None, [1, 0, 0])],
 )
-def test_F3_as_many_replicas_as_chunks(rows: int, ran: list[int]) -> None:
-    """The number of chunks is torch.chunk's, and further replicas stay idle."""
-    three = trio(nn.Linear(4, 2), 3)
+def test_F3_F4_as_many_replicas_as_chunks(rows: int | None, ran: list[int]) -> None:
+    """The number of chunks is torch.chunk's, and further replicas stay idle. Without arguments the
+    first one runs; gradients are its alone.
+    """
+    net = Apply(
+        lambda net, *x: net.last(*x or (net.own,)), last=nn.Linear(4, 2), own=torch.ones(1, 4)
+    )
+    three, inputs = trio(net, 3), [] if rows is None else [batch(rows)]
     three.ours(batch(3))
     before = calls(three.ours)
-    same_outputs(three, batch(rows))
+    ours, theirs = three.ours(*inputs), three.theirs(*inputs)
     after = calls(three.ours)
     assert [b - a for a, b in zip(before, after, strict=True)][:3] == ran
-
-
-def test_F4_no_arguments() -> None:
-    """Exactly one replica runs, on the first device; gradients are its alone."""
-    value = nn.Parameter(torch.tensor([1.0, 2.0]))
-    three = trio(Apply(lambda net: net.value * 2, value=value), 3)
-    three.ours()
-    before = calls(three.ours)
-    out = same_outputs(three)
-    ran = [b - a for a, b in zip(before, calls(three.ours), strict=True)]
-    assert ran[0] == 1 and not any(ran[1:])
-    assert out.tolist() == [2.0, 4.0]
-    for model in three[:2]:
-        model().sum().backward()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for out in (ours, theirs):
+        out.sum().backward()
     assert_same_grads(three.ours, three.theirs)
 
 
-def test_F6_one_chunk_is_gathered() -> None:
-    """One row on two devices: a scalar becomes a vector of one, with upstream's warning."""
-    three = trio(scalar(), 2)
-    with pytest.warns(UserWarning, match="all input tensors were scalars") as caught:
-        ours = three.ours(torch.ones(1, 4))
-    assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        theirs = three.theirs(torch.ones(1, 4))
-    assert ours.shape == theirs.shape == (1,)
-    assert torch.equal(ours, theirs)
+@pytest.mark.parametrize(("rows", "chunks"), [(1, 1), (0, 2)])
+def test_F6_F9_one_chunk_and_no_rows_are_gathered(rows: int, chunks: int) -> None:
+    """Scalars become a vector, with upstream's warning: of one, or the NaN of each empty chunk."""
+    three, outs = trio(scalar(), 2), []
+    for model in (three.ours, three.theirs):
+        with pytest.warns(UserWarning, match="all input tensors were scalars") as caught:
+            outs.append(model(torch.ones(rows, 4)))
+        assert model is three.theirs or caught[0].filename == __file__
+    torch.testing.assert_close(*outs, equal_nan=True)
+    assert outs[0].shape == (chunks,)
 
 
 def test_F7_all_chunks_end_before_an_error_is_raised(tmp_path: Path) -> None:
@@ -546,7 +498,9 @@ def test_F8_what_counts_as_one_argument(inputs: Any) -> None:
 
 
 def test_F8_keyword_arguments_dim_and_defaults() -> None:
-    """``module_kwargs`` is split too, ``dim`` goes for both ends, and all GPUs are the default."""
+    """``module_kwargs`` is split too, ``dim`` goes for both ends, and all GPUs are the default. One
+    device gives the raw output.
+    """
     x, bias = torch.randn(3, 2), torch.randn(3, 2)
     for kwargs in ({"module_kwargs": {"bias": bias, "sign": -1}}, {}):
         outs = [one(keywords(), x, **kwargs) for one in (data_parallel, oracle.data_parallel)]
@@ -554,10 +508,6 @@ def test_F8_keyword_arguments_dim_and_defaults() -> None:
     wide = torch.randn(2, 5)
     assert torch.equal(data_parallel(nn.Identity(), wide, TWO, None, 1), wide)
     assert torch.equal(data_parallel(nn.Identity(), wide, TWO, "cpu", -1), wide.cpu())
-
-
-def test_F8_no_grad_and_single_device() -> None:
-    """No graph under no_grad; one device: the raw output."""
     with torch.no_grad():
         assert not data_parallel(Net().eval(), batch(), TWO).requires_grad
     assert data_parallel(scalar(), torch.ones(4, 4), ["cpu"]).dim() == 0
@@ -572,13 +522,3 @@ def test_F8_repeated_calls_send_nothing() -> None:
     for _ in range(3):
         data_parallel(net, batch(), TWO)
     assert model.executor.stats().state_sends == before
-
-
-def test_F9_empty_batch_of_a_scalar_loss() -> None:
-    """The loss of each empty chunk is NaN, one per device, as upstream."""
-    three = trio(scalar(), 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ours, theirs = three.ours(torch.empty(0, 4)), three.theirs(torch.empty(0, 4))
-    assert ours.shape == theirs.shape == (2,)
-    assert ours.isnan().all()
