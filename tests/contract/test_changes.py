@@ -145,10 +145,8 @@ class Net(nn.Module):
 
 EDITS = {
     "data.mul_": "net.second.weight.data.mul_(2)",
-    "data.copy_ of a bias": "net.second.bias.data.copy_(torch.ones(4))",
     "one element of data": "net.second.weight.data[3, 3] = 8.0",
     "data of a buffer": "net.kept.data.mul_(2)",
-    "data of an unkept buffer": "net.unkept.data.mul_(2)",
     "data of a plain tensor": "net.plain.data.mul_(2)",
     "data of a tensor in containers": "net.tensors['c'][0].data.mul_(2)",
     "data of a tensor in a config": "net.config.shift.data.add_(2)",
@@ -157,7 +155,6 @@ EDITS = {
     "data = again and again": "for i in range(50): net.second.weight.data = torch.eye(4) + i",
     "data = other strides": "net.second.weight.data = net.second.weight.data.t().clone().t() * 2",
     "numpy alias of a parameter": "net.second.weight.detach().numpy()[:] *= 3",
-    "numpy alias of a buffer": "net.kept.numpy()[0] = 9",
     "vector_to_parameters": "nn.utils.vector_to_parameters(torch.ones(68), net.parameters())",
     "swap_tensors": "torch.utils.swap_tensors(net.second.weight, nn.Parameter(torch.ones(4, 4)))",
     "set_": "with torch.no_grad(): net.second.weight.set_(torch.full((4, 4), 0.3))",
@@ -167,18 +164,14 @@ EDITS = {
     "bias = None": "net.second.bias = None",
     "buffer replaced": "net.kept = twos",
     "buffer filled": "net.absent = torch.ones(4)",
-    "unkept buffer replaced": "net.unkept = twos",
     "plain tensor replaced": "net.plain = twos",
     "plain tensor in place": "net.plain.mul_(2)",
     "tensor in containers replaced": "net.tensors['c'][0] = twos",
-    "tensor in a config replaced": "net.config.shift = twos",
     "plain to parameter": "del net.plain; net.plain = nn.Parameter(twos)",
     "parameter to plain": "del net.second.weight; net.second.weight = torch.eye(4)",
     "requires_grad_ of a parameter": "net.second.weight.requires_grad_(False)",
-    "requires_grad_ of a submodule": "net.first.requires_grad_(False)",
     "requires_grad_ of a buffer": "net.kept.requires_grad_()",
     "eval of a submodule": "net.mode.eval()",
-    "eval of all": "net.eval()",
     "double": "net.double()",
     "double, then float": "net.double().float()",
     "tied": "net.second.weight = net.first.weight",
@@ -186,7 +179,6 @@ EDITS = {
     "child added": "net.blocks.append(nn.Linear(4, 4))",
     "child removed": "del net.blocks[0]",
     "child swapped": "net.second = nn.Sequential(nn.Linear(4, 4), nn.Tanh())",
-    "children exchanged": "net.first, net.second = net.second, net.first",
     "child shared": "net.blocks[0] = net.second",
     "class of a child": "net.second.__class__ = Twice",
     "module in an attribute": "net.tail = nn.Linear(4, 4)",
@@ -200,24 +192,19 @@ EDITS = {
     "parametrized": "parametrizations.weight_norm(net.second); net.second.weight *= 2",
     "pruned": "prune.l1_unstructured(net.second, 'weight', amount=0.5)",
     "parameter list appended": "net.extra.append(nn.Parameter(twos))",
-    "parameter list item": "net.extra[0] = nn.Parameter(twos)",
     "parameter dict item": "net.named['z'] = nn.Parameter(twos)",
     "attribute of a parameter": "net.first.weight.gain = 3.0",
     "tensor attribute of a parameter": "net.first.weight.gain = nn.Parameter(torch.ones(4) * 2)",
     "number": "net.gate = 3.0",
-    "number of another type": "net.gate = 2",
     "nested config": "net.config.inner.scale = 3.0",
-    "nested config replaced": "net.config.inner = Inner(4.0)",
     # The class's default takes its place.
     "attribute deleted": "net.config.inner.scale = 3.0; del net.config.inner.scale",
     "slot": "net.slotted.scale = 3.0",
     "inside an object that reduces itself": "net.sealed.scale = 3.0",
     "list item": "net.list[0] = 3.0",
-    "list in a list": "net.list[1].append(3.0)",
     "dict order": "net.dict['a'] = net.dict.pop('a')",
     "array": "net.array[1] = 3.0",
     "inside a partial": "net.partial.keywords['factors']['all'] = 3.0",
-    "closure's list": "net.function.__closure__[1].cell_contents[0] = 3.0",
     "closure's variable": "net.rebind(3.0)",
     "data = other shape": """
 net.first.weight.data, net.first.bias.data = torch.randn(6, 4), torch.randn(6)
@@ -296,24 +283,8 @@ def test_an_edit_between_two_forwards_is_seen(name: str) -> None:
 # --- functions and classes that travel by value ---
 
 
-def test_generic_aliases_of_a_class_that_travels_by_value() -> None:
-    """Such as ``list[int]``, which Python 3.10 takes for a class."""
-
-    class Aliased(nn.Module):
-        pairs = dict[str, int]
-        function = Callable[..., Any]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * len(self.pairs.__args__)
-
-    model = DataParallel(Aliased(), ["cpu", "cpu"])
-    x = torch.ones(4, 2)
-    assert torch.equal(model(x), 2 * x)
-    Aliased.pairs = list[int]
-    assert torch.equal(model(x), x)
-
-
 SOURCE = """
+from collections.abc import Callable
 import torch
 from torch import nn
 
@@ -331,6 +302,8 @@ class Base(nn.Module):
 
 class Net(Base):
     limit = [1.0]
+    pairs = dict[str, int]  # which Python 3.10 takes for a class
+    function = Callable[..., object]
 
     def __init__(self):
         super().__init__()
@@ -338,7 +311,8 @@ class Net(Base):
         self.add = lambda x: x + SHIFT
 
     def forward(self, x):
-        return self.add(helper(x * self.weight)) * self.factor * self.limit[0]
+        factor = self.factor * self.limit[0] * len(self.pairs.__args__)
+        return self.add(helper(x * self.weight)) * factor
 
 SHIFT = 0.0
 """
@@ -362,6 +336,7 @@ BY_VALUE = {
     "class attribute": "script.Net.factor = 3.0",
     "attribute of a base class": "script.Base.factor = 3.0",
     "inside a class attribute": "script.Net.limit[0] = 3.0",
+    "generic alias": "script.Net.pairs = list[int]",
 }
 
 
@@ -469,45 +444,18 @@ def test_a_flag_costs_no_contents(sent: Any) -> None:
     assert sent(model)[1] == before[1]
 
 
-def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
+@pytest.mark.parametrize(("edit", "cost"), [("net.weight.data.mul_(2)", 1), ("net.double()", 0)])
+def test_an_edit_behind_versions_costs_one_rerun(edit: str, cost: int, sent: Any) -> None:
     """Contents are checked while the replicas run; only a difference runs the forward again."""
     net = nn.Linear(4, 4)
-    model, x = DataParallel(net, CPUS), torch.ones(4, 4)
-    model(x)
+    model = DataParallel(net, CPUS)
+    model(torch.ones(4, 4))
     reruns = sent(model)[2]
-    net.weight.data.mul_(2)
-    # By chunks: torch's kernels for two rows and for four differ by the last bit.
-    assert torch.equal(model(x), torch.cat([net(part) for part in x.chunk(2)]))
-    assert sent(model)[2] == reruns + 1
-    model(x)
-    assert sent(model)[2] == reruns + 1
-
-
-def test_contents_that_replicas_have_are_kept_where_tensors_are_others(sent: Any) -> None:
-    """The run of contents is laid out anew with the old ones, so that an edit that moved no version
-    meanwhile is still found; flags alone lay out nothing.
-    """
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model, x = DataParallel(net, CPUS), torch.ones(4, 4)
-
-    def check() -> None:
-        assert torch.equal(model(x), torch.cat([net(part) for part in x.chunk(2)]))
-
-    for grow in (True, False, True):
-        check()
-        net[0].weight.data.mul_(2)
-        if grow:
-            net.append(nn.Linear(4, 4))
-        net[1].requires_grad_(grow)
-        check()
-    net[1].weight.data = net[1].weight.data + 1  # other memory
-    net[0].bias.data.add_(1)
-    check()
-    model(x[:1])  # the second replica has no part in it
-    with torch.no_grad():
-        net[1].bias.add_(1)
-    model(x[:1])
-    check()
+    exec(edit, {"net": net})
+    for _ in range(2):
+        x = torch.ones(4, 4, dtype=dtype_of(net))
+        assert torch.equal(model(x), chunked(net, x))
+        assert sent(model)[2] == reruns + cost
 
 
 def test_an_edit_is_found_between_a_new_layout_and_the_next_forward(two: Executor) -> None:
@@ -582,18 +530,6 @@ def test_no_optimizer_costs_a_rerun(kind: Any, sent: Any) -> None:
             optimizer.step(closure)
             torch.testing.assert_close(model(x), net(x))
         assert sent(model)[2] == before, keywords
-
-
-def test_another_dtype_is_sent_once() -> None:
-    """The driver's copies of what replicas have change their dtype, too."""
-    net = nn.Linear(4, 2)
-    model = DataParallel(net, CPUS)
-    model(torch.ones(2, 4))
-    net.double()
-    before = model.executor.stats().reruns
-    for _ in range(2):
-        torch.testing.assert_close(model(torch.ones(2, 4).double()), net(torch.ones(2, 4).double()))
-    assert model.executor.stats().reruns == before
 
 
 @pytest.mark.filterwarnings("ignore:counted")
@@ -938,17 +874,11 @@ def test_a_script_module_follows_its_mode_and_writes_back() -> None:
     ours, theirs = (DataParallel(scripted(), CPUS), scripted())
     theirs.load_state_dict(ours.module.state_dict())
     x = torch.randn(6, 3)
-    ours(x)
-    theirs(x[:3])
-    assert_same_state(ours, theirs)
-    ours.eval()
-    theirs.eval()
-    torch.testing.assert_close(ours(x), theirs(x))
-    ours.train()
-    theirs.train()
-    ours(x)
-    theirs(x[:3])
-    assert_same_state(ours, theirs)
+    for training in (True, False, True):
+        ours.train(training)
+        theirs.train(training)
+        torch.testing.assert_close(ours(x)[:3], theirs(x[:3]))
+        assert_same_state(ours, theirs)
 
 
 @made_of(weight=ones(3), sum=nn.Buffer(torch.zeros(3)))

@@ -15,11 +15,13 @@ from harness import Apply, assert_same_grads, made_of, raised, same, trio
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_leaves
 
 from raydp_parallel import DataParallel, parallel_apply, replicate
 from raydp_parallel.batch import containers
 
 TWO = ["cpu", "cpu"]
+HALF, FLOAT, DOUBLE = torch.float16, torch.float32, torch.float64
 Pair = namedtuple("Pair", "x y")
 
 
@@ -269,37 +271,25 @@ def test_G7_what_is_no_tensor_comes_back_once_per_chunk() -> None:
     assert "map object" in oracle.DataParallel(apply(lambda _net, x: "text"), [0, 1])(rows())
 
 
-@pytest.mark.parametrize(
-    ("first", "other"), [(torch.float16, torch.float32), (torch.float64, torch.float32)]
-)
-def test_G9_the_dtype_is_that_of_chunk_0(first: torch.dtype, other: torch.dtype) -> None:
-    """What the others return is cast to it, and gradients are cast back."""
-    ours, theirs, _ = trio(
-        apply(lambda net, x: (x * net.weight).to(first if x.min() == 0 else other)), 2
-    )
-    for model in (ours, theirs):
-        out = model(rows(4))
-        assert out.dtype == first
-        out.float().sum().backward()
-    assert_same_grads(ours, theirs)
+JOINED: dict[str, Callable[[], nn.Module]] = {
+    "half": lambda: apply(lambda net, x: (x * net.weight).to(HALF if x.min() == 0 else FLOAT)),
+    "double": lambda: apply(lambda net, x: (x * net.weight).to(DOUBLE if x.min() == 0 else FLOAT)),
+    "states of an LSTM": recurrent,  # of which dim is not the batch's
+    "a parameter": lambda: apply(lambda net, _x: net.weight),
+}
 
 
-def test_G12_states_of_an_lstm_are_joined_along_dim() -> None:
-    """Their batch is elsewhere, so they come out longer than they should, as upstream."""
-    ours, theirs, _ = trio(recurrent(), 2)
-    x = torch.linspace(-1, 1, 60).view(4, 5, 3)
-    one, other = ours(x), theirs(x)
-    assert one[1][0].shape == (2, 2, 4)
-    torch.testing.assert_close(one, other)
-
-
-def test_G13_a_parameter_as_output_is_repeated() -> None:
-    """Once per replica, and its gradients add up."""
-    ours, theirs, _ = trio(apply(lambda net, _x: net.weight), 3)
-    for model in (ours, theirs):
-        out = model(rows(6))
-        assert out.tolist() == [1.0, 2.0, 3.0] * 3
-        (out * torch.arange(9.0)).sum().backward()
+@pytest.mark.parametrize("name", JOINED)
+def test_G9_G12_G13_outputs_are_joined_as_upstream_s(name: str) -> None:
+    """The dtype is that of chunk 0, and gradients are cast back; a parameter is repeated, and its
+    gradients add up.
+    """
+    ours, theirs, _ = trio(JOINED[name](), 3)
+    outs = [model(rows(6).view(6, 1, 3)) for model in (ours, theirs)]
+    same(*outs)
+    for out in outs:
+        parts = tree_leaves(out)
+        sum((t.float().flatten() * torch.arange(t.numel())).sum() for t in parts).backward()
     assert_same_grads(ours, theirs)
 
 
