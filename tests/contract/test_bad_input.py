@@ -190,6 +190,9 @@ class NotBack:
     def __setstate__(self, state: dict[str, Any]) -> None:
         raise state["error"]
 
+    def __call__(self, net: nn.Module, x: Any) -> Any:
+        return net(x)
+
 
 def test_what_cannot_be_loaded_is_named() -> None:
     """By its path, in the module too; the cause is the replica's exception."""
@@ -199,6 +202,7 @@ def test_what_cannot_be_loaded_is_named() -> None:
     for call, path in (
         (lambda: model(x, [0, Holder({"a": bad})]), "inputs[1][1].content['a']"),
         (lambda: model(x, key=(0, bad)), "kwargs['key'][1]"),
+        (lambda: model.run(bad, x), "function"),
     ):
         error = raised(call)
         assert isinstance(error, TransferError), error

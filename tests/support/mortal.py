@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
-from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import Executor
 
@@ -44,7 +43,7 @@ def fate(folder: str, moment: str) -> None:
 
 class Mortal(nn.Module):
     """Runs a module on rows of which the first column says which chunk they are; its process may
-    end on the way.
+    end before that, or in backward.
 
     Args:
         body: The module.
@@ -57,37 +56,30 @@ class Mortal(nn.Module):
         self.folder = str(folder)
 
     def forward(self, x: Tensor) -> Tensor:
-        chunk, folder = int(x[0, 0]), self.folder
-        fate(folder, f"forward {chunk}")
-        out = self.body(x[:, 1:])
-        fate(folder, f"late forward {chunk}")
+        chunk = int(x[0, 0])
+        fate(self.folder, f"forward {chunk}")
+        out: Tensor = self.body(x[:, 1:])
         if out.requires_grad:
-            out.register_hook(
-                lambda grad: fate(
-                    folder, f"{'second' if grad.requires_grad else 'backward'} {chunk}"
-                )
-            )
+            out.register_hook(lambda grad: fate(self.folder, f"backward {chunk}"))
         return out
 
 
 class Everything(nn.Module):
-    """Dropout, batch norm, spectral norm, a counter in a buffer with gaps, and a checkpoint."""
+    """Dropout, batch norm, spectral norm, and a counter in a buffer with gaps."""
 
-    def __init__(self, checkpointed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh())
         self.norm = nn.BatchNorm1d(8)
         self.outer = spectral_norm(nn.Linear(8, 3))
-        self.checkpointed = checkpointed
         self.seen: Tensor
         self.register_buffer("seen", torch.zeros(4)[::2])
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += x.detach().sum()
-        h = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
-        return self.outer(torch.dropout(self.norm(h).tanh(), 0.4, self.training)) * (
-            1 + self.seen.sigmoid().sum()
-        )
+        h = self.norm(self.inner(x)).tanh()
+        out: Tensor = self.outer(torch.dropout(h, 0.4, self.training))
+        return out * (1 + self.seen.sigmoid().sum())
 
 
 def rows(chunks: int, step: int, each: int = 4) -> Tensor:
