@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Apply
 
+from raydp_parallel import DataParallel
 from raydp_parallel.options import Options
 
 
@@ -122,3 +124,17 @@ def test_dicts_are_copied() -> None:
     assert options == Options(resources={"disk": 1}, label_selector={"zone": "in(a, b)"})
     same = dataclasses.replace(options), pickle.loads(pickle.dumps(options))
     assert len({options, *same, Options()}) == 2
+
+
+def test_X2_counts_of_weights() -> None:
+    """One for each device, also where ``device_ids`` are edited later; sizes follow."""
+    options, net = Options(chunk_weights=[3, 1]), Apply(lambda _net, x: (x, len(x)))  # type: ignore[arg-type]
+    assert options.chunk_weights == (3, 1) and hash(options)
+    with pytest.raises(ValueError, match=r"2 weights for 3 devices \['cpu', 'cpu', 'cpu'\]"):
+        DataParallel(net, ["cpu"] * 3, options=options)
+    model = DataParallel(net, ["cpu"] * 2, options=options)
+    for rows, expected in ((8, [6, 2]), (3, [2, 1]), (2, [1, 1]), (1, [1])):
+        assert model(torch.randn(rows, 4))[1] == expected
+    model.device_ids = ["cpu"] * 3
+    with pytest.raises(ValueError, match="2 weights for 3 devices"):
+        model(torch.randn(8, 4))

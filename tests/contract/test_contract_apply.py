@@ -266,28 +266,6 @@ def test_A7_a_module_that_ends_its_process_gets_a_named_error(
     assert [replica.pid for replica in model.executor.replicas()] == pids
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_A8_autocast_travels_with_its_dtype(dtype: torch.dtype) -> None:
-    """Upstream drops CUDA's dtype and all of the CPU's; gradients have the master's dtype."""
-    net = Apply(lambda net, x: net.linear(x) @ torch.ones(3, 3), linear=nn.Linear(3, 3))
-    model = DataParallel(net, CPUS)
-    x = torch.randn(4, 3)
-    kind = oracle.place.type
-    with torch.autocast(kind, dtype=dtype):
-        ours, plain = model(x), net(x)
-        assert ours.dtype == plain.dtype == dtype
-        with torch.autocast(kind, enabled=False):
-            assert model(x).dtype == torch.float32
-    torch.testing.assert_close(ours, plain)
-    ours.float().sum().backward()
-    grad = net.linear.weight.grad
-    net.zero_grad()
-    plain.float().sum().backward()
-    assert grad.dtype == torch.float32
-    torch.testing.assert_close(grad, net.linear.weight.grad, rtol=2e-2, atol=2e-2)
-    assert model(x).dtype == torch.float32
-
-
 def test_A8_inputs_and_weights_of_inference_mode() -> None:
     """Inference tensors as inputs, in and out of the mode; a module made in the mode."""
     with torch.inference_mode():

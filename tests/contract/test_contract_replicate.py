@@ -164,39 +164,6 @@ def test_R4_replicate_is_differentiable_as_upstream_s_without_detach(detach: boo
     torch.testing.assert_close(ours[2], theirs[2])
 
 
-BUFFERS = {
-    "in_place": nn.Buffer(torch.zeros(3)),
-    "rebound": nn.Buffer(torch.zeros(3)),
-    "unkept": nn.Buffer(torch.zeros(3), persistent=False),
-    "count": nn.Buffer(torch.zeros((), dtype=torch.long)),
-}
-
-
-@made_of(weight=ones(3), **BUFFERS)
-def traced(net: Any, x: Tensor) -> Tensor:
-    """Writes to its buffers in place and by rebinding."""
-    net.in_place.add_(x.detach().mean(0))
-    net.unkept.add_(x.detach().mean(0))
-    net.rebound = net.rebound + 1
-    net.count += 1
-    return x * net.weight + net.in_place + net.rebound + net.count
-
-
-def test_R5_the_master_s_own_tensors_are_written_to() -> None:
-    """A deviation: chunk 0 works on copies."""
-    ours, theirs, _ = trio(traced(), 2)
-    for model in (ours, theirs):
-        net = model.module
-        before = net.in_place, net.in_place.data_ptr(), net.in_place._version
-        untouched = net.weight._version
-        window = net.in_place[:2]
-        model(torch.ones(4, 3))
-        assert net.in_place is before[0] and net.in_place.data_ptr() == before[1]
-        assert net.in_place._version > before[2]
-        assert net.weight._version == untouched
-        assert window.tolist() == [1.0, 1.0]
-
-
 def test_R8_buffers_that_require_grad_get_one() -> None:
     """The sum over replicas, and zeros where unused, as upstream's second broadcast gives."""
     weight = nn.Parameter(torch.ones(3))
@@ -302,27 +269,6 @@ def test_R14_a_class_of_a_script_may_use_what_refuses_pickling() -> None:
     model = DataParallel(net, CPUS)
     for _ in range(2):
         train(torch.randn(4, 3), model, plain)
-
-
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_R14_recurrent_nets(kind: Any) -> None:
-    """Flat weights follow the replica, through steps of an optimizer and a change of dtype."""
-    net = Apply(recurrent, net=kind(3, 4, 2, batch_first=True, bidirectional=True))
-    models = trio(net, 2)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
-    for dtype in (torch.float, torch.float, torch.double):
-        for model in models:
-            model.to(dtype)
-        train(torch.randn(4, 5, 3, dtype=dtype), *models, rtol=1e-4, atol=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def recurrent(net: Any, x: Tensor) -> Tensor:
-    """Its flat weights are its own."""
-    own = [*net.net.parameters()] or net.net._flat_weights  # upstream's replicas have none
-    assert all(a is b for a, b in zip(net.net._flat_weights, own, strict=True))
-    return net.net(x)[0]
 
 
 LAZY = {
