@@ -20,7 +20,7 @@ from harness import Apply, assert_same_state, made_of, ones, trio
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from raydp_parallel import DataParallel, Executor
+from raydp_parallel import DataParallel, Executor, data_parallel
 
 CPUS = ["cpu", "cpu"]
 
@@ -398,7 +398,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", MODULES)
 def test_nothing_changed_nothing_is_sent(name: str, grad: bool, sent: Any) -> None:
-    """In eval, after the first forward, no state travels and nothing runs twice."""
+    """In eval, after the first forward, no state travels and nothing runs twice. So it is in a loop
+    of functional calls.
+    """
     model = DataParallel(MODULES[name]().eval(), CPUS)
     x = torch.ones(4, 4, 4) if name in ("lstm", "transformer") else torch.ones(4, 4)
     with torch.set_grad_enabled(grad):
@@ -406,6 +408,7 @@ def test_nothing_changed_nothing_is_sent(name: str, grad: bool, sent: Any) -> No
         before = sent(model)
         for rows in (4, 2, 3):
             model(x[:rows])
+            data_parallel(model.module, x[:rows], CPUS)
     assert sent(model) == before
 
 

@@ -197,20 +197,6 @@ def test_a_function_gives_what_it_gives_here(
         close(torch.zeros_like(grad) if parameter.grad is None else parameter.grad, grad)
 
 
-def test_a_function_that_closes_over_tensors(pair: tuple[Any, Net]) -> None:
-    """Each goes whole to every replica; a weight of the module counts once."""
-    model, plain = pair
-    x, fixed = batch(), torch.full((4,), 2.0, dtype=torch.double)
-    found = []
-    for net, run in ((model.module, model.run), (plain, lambda function, x: function(plain, x))):
-        scale = torch.arange(1.0, 5.0, dtype=torch.double).requires_grad_()
-        weight = net.encoder.bias
-        out = run(lambda net, x, s=scale, w=weight: net.encoder(x) * s * w + fixed, x)
-        out.square().sum().backward()
-        found.append((out.detach(), scale.grad, weight.grad, net.encoder.weight.grad))
-    close(*found)
-
-
 def test_an_exception_of_a_method(pair: tuple[Any, Net]) -> None:
     """Upstream's words around it, and the traceback of the replica."""
     model, _ = pair

@@ -246,15 +246,6 @@ def test_getattr_passthrough() -> None:
         _ = OurPassthrough.__new__(OurPassthrough).module  # before __init__
 
 
-def test_isinstance_and_unwrapping() -> None:
-    """accelerate's loop finds the live master."""
-    module = net()
-    unwrapped: Any = DataParallel(module, TWO)
-    while isinstance(unwrapped, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        unwrapped = unwrapped.module
-    assert unwrapped is module
-
-
 def test_G4_G5_outputs_and_caches_of_transformers_come_back_as_themselves() -> None:
     """A cache is one, of all rows, that the next step can be called with."""
     transformers = pytest.importorskip("transformers")
