@@ -165,12 +165,6 @@ def test_K1_K4_as_upstream(inputs, kwargs):
     same((left, right), oracle.scatter_kwargs(inputs, kwargs, TWO))
 
 
-def test_G2_scalars_become_a_vector():
-    """The warning says how to get a number, too, because backward refuses a vector."""
-    with pytest.warns(UserWarning, match=r"(?s)return a vector\..*Options\(scalars='mean'\)"):
-        assert gather([torch.tensor(1.0), torch.tensor(2.0)], oracle.place).tolist() == [1, 2]
-
-
 @pytest.mark.parametrize(
     "scalars,weights,expected", [("mean", None, 2.0), ("mean", [3, 1], 1.5), ("mean", [0, 0], 2.0)]
 )

@@ -131,7 +131,7 @@ def test_C5_dim_and_device_ids_can_be_edited() -> None:
 
 
 def test_C7_a_single_gpu_of_the_driver_takes_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the constructor, as upstream; nothing moves it for two, nor if the driver has no such GPU."""
+    """In the constructor, as upstream; not with two devices, nor if the driver has no such GPU."""
     moved: list[Any] = []
     net = Net()
     net.to = moved.append  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from raydp_parallel import DataParallel, Executor, convert_sync_batchnorm
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.start import Starter
-from raydp_parallel.errors import ExecutorClosed, GraphLost, StateLost
+from raydp_parallel.errors import ExecutorClosed, StateLost
 
 
 def net() -> nn.Module:
@@ -194,30 +194,6 @@ def test_T1_sparse_gradients(two: Executor) -> None:
             optimizer.step()
 
     compare(two, program, words, torch.optim.SGD)
-
-
-def hooked(net: nn.Module, x: Tensor) -> Tensor:
-    """Lets the backward of a chunk fail whose gradient is negative."""
-    out = net(x)
-    out.register_hook(lambda grad: 1 // bool(grad.sum() > 0) * grad)
-    return out
-
-
-def test_T5_a_backward_that_fails_in_one_chunk(two: Executor) -> None:
-    """It adds nothing to what others have accumulated, whatever the other chunk did."""
-
-    def program(model: Any, optimizer: Any) -> Any:
-        for failing in (0, 2):
-            optimizer.zero_grad()
-            for turn in range(3):
-                grad = torch.ones(4, 2)
-                grad[failing : failing + turn % 2 * 2] = -1
-                with contextlib.suppress(ZeroDivisionError):
-                    model.run(hooked, torch.randn(4, 6)).backward(grad)
-            yield norm_of(model, optimizer)
-            optimizer.step()
-
-    compare(two, program, close=True)
 
 
 def test_T1_two_nets(two: Executor) -> None:
@@ -456,23 +432,6 @@ def test_T5_parameters_in_the_same_memory(two: Executor) -> None:
 
 
 # --- deaths ---
-
-
-def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
-    """Gradients of before are missed where they are used, and not where they are cleared."""
-    for used in (False, True):
-        killable.grow()
-        model, optimizer = small(killable)
-        advance(model, optimizer, 0)
-        killable.flush()  # waits for the step
-        kill(killable, 1)
-        model(torch.ones(4, 6)).sum().backward()
-        if used:
-            assert isinstance(raised(optimizer.step), GraphLost)
-        else:
-            optimizer.zero_grad(set_to_none=False)
-            optimizer.step()
-        advance(model, optimizer, 1)
 
 
 def test_T2_a_death_after_weights_were_read(killable: Executor) -> None:
