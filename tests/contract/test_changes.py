@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import types
 import warnings
@@ -43,23 +42,6 @@ class Config:
         self.shift = torch.zeros(4)
 
 
-@dataclass(slots=True)
-class Slotted:
-    """An object without a ``__dict__``."""
-
-    scale: float = 1.0
-
-
-class Sealed:
-    """An object that says itself how it is pickled."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def __reduce__(self) -> Any:
-        return Sealed, (self.scale,)
-
-
 class Scaled(nn.Linear):
     """A linear layer that reads an attribute of its parameter."""
 
@@ -72,11 +54,6 @@ class Twice(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
-
-
-def scaled_by(x: Tensor, factors: dict[str, float]) -> Tensor:
-    """What a partial holds."""
-    return x * factors["all"]
 
 
 def closure(
@@ -111,12 +88,9 @@ class Net(nn.Module):
         self.plain = torch.ones(4)
         self.tensors = {"c": [torch.ones(4)]}
         self.config = Config()
-        self.slotted = Slotted()
-        self.sealed = Sealed(1.0)
         self.list = [1.0, [1.0]]
         self.dict = {"a": 2.0, "b": 1.0}
         self.array = np.ones(4, dtype=np.float32)
-        self.partial = functools.partial(scaled_by, factors={"all": 1.0})
         self.function, self.rebind = closure([1.0], 0.0)
         self.gate = 1.0
         self.paths: list[nn.Module] = [self.second]
@@ -124,7 +98,7 @@ class Net(nn.Module):
         self.mode.register_forward_hook(lambda _module, _args, out: out * 1.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.function(self.partial(self.second(self.mode(self.first(x)))))
+        x = self.function(self.second(self.mode(self.first(x))))
         for block in self.blocks:
             x = block(x)
         buffers = [self.kept, self.unkept, self.plain, *self.tensors["c"]]
@@ -132,7 +106,7 @@ class Net(nn.Module):
             x = x * factor
         x = x if self.absent is None else x + self.absent
         x = x * self.config.inner.scale + self.config.shift
-        x = x * self.slotted.scale * self.sealed.scale * self.gate
+        x = x * self.gate
         x = x * self.list[0] * self.list[1][-1] * next(iter(self.dict.values()))
         x = x * torch.from_numpy(self.array.copy()).to(x.device)
         x = x if self.tail is None else self.tail(x)
@@ -191,12 +165,9 @@ EDITS = {
     "nested config": "net.config.inner.scale = 3.0",
     # The class's default takes its place.
     "attribute deleted": "net.config.inner.scale = 3.0; del net.config.inner.scale",
-    "slot": "net.slotted.scale = 3.0",
-    "inside an object that reduces itself": "net.sealed.scale = 3.0",
     "list item": "net.list[0] = 3.0",
     "dict order": "net.dict['a'] = net.dict.pop('a')",
     "array": "net.array[1] = 3.0",
-    "inside a partial": "net.partial.keywords['factors']['all'] = 3.0",
     "closure's variable": "net.rebind(3.0)",
     "data = other shape": """
 net.first.weight.data, net.first.bias.data = torch.randn(6, 4), torch.randn(6)
