@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Apply, Trio, assert_same_grads, assert_same_state, made_of, ones, raised, trio
-from random_nets import Checkpointed, Clipped
+from random_nets import Clipped
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.testing import assert_close
@@ -486,14 +486,6 @@ def test_B8_separate_backward_on_different_outputs(model):
     return first, x.grad, y.grad
 
 
-@alike(two_heads, plain=False)
-def test_B8_shared_trunk_needs_retain(model):
-    """Heads with a trunk in common: as in the plain module the second backward finds it freed."""
-    a, b = model(data(4, 3))
-    a.sum().backward()
-    assert TWICE in str(raised(b.sum().backward))
-
-
 @alike(mlp, 3)
 def test_B9_loss_on_a_slice(model):
     """Replicas with unused rows receive zero gradients."""
@@ -501,25 +493,6 @@ def test_B9_loss_on_a_slice(model):
     for rows in (slice(0, 2), slice(3, 4), slice(1, 5)):
         model(x)[rows].square().sum().backward()
     return x.grad
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_B10_checkpoint_inside(use_reentrant):
-    """Batch norm counts twice, and so does the master's, the second time with backward."""
-
-    def use(model):
-        x, counts = leaf(6, 3), []
-        (tracked,) = [b for b in model.buffers() if b.dtype is torch.int64]
-        for _ in range(2):
-            loss = model(x).square().sum()
-            counts.append(int(tracked))
-            loss.backward()
-            counts.append(int(tracked))
-        return counts, x.grad
-
-    middle = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-    block = Checkpointed(middle, use_reentrant)
-    parity(nn.Sequential(nn.Linear(3, 4), block, nn.Linear(4, 2)), use, plain=False)
 
 
 def _step(model):
