@@ -32,16 +32,6 @@ from raydp_parallel.devices import ambient
 CPUS = ["cpu", "cpu"]
 
 
-def finding(find: Callable[[], Any]) -> nn.Module:
-    """A module that gives what a function finds, as one row per row of its input."""
-
-    def forward(_net: nn.Module, x: Tensor) -> Tensor:
-        found = torch.tensor([float(value) for value in find()], dtype=torch.float32)
-        return found.expand(len(x), -1).clone()
-
-    return Apply(forward)
-
-
 @pytest.mark.upstream
 @pytest.mark.parametrize(
     "arguments",
@@ -97,10 +87,10 @@ def test_A3_devices_may_be_left_out() -> None:
 
 def test_A3_without_devices_plain_modules_go_to_the_gpus_in_turn() -> None:
     """A deviation: upstream runs all of them on the current device, which a cluster has not got."""
-    net = finding(lambda: [os.getpid()])
+    net = Apply(lambda _net, x: torch.full((len(x),), os.getpid()))
     pids = [out.item() for out in parallel_apply([net] * 3, [torch.ones(1, 1)] * 3)]
     assert pids[0] == pids[2] != pids[1]
-    assert pids[:2] == [row[0].item() for row in DataParallel(net, [0, 1])(torch.ones(2, 1))]
+    assert pids[:2] == DataParallel(net, [0, 1])(torch.ones(2, 1)).tolist()
 
 
 class TwoArguments(Exception):
@@ -461,9 +451,9 @@ def test_A8_what_upstream_does_not_propagate_is_not_propagated() -> None:
     assert calls == []
     out.sum().backward()
     x = torch.ones(4, 3, requires_grad=True)
-    find = finding(lambda: [torch.ones(1).is_meta])
+    find = Apply(lambda _net, x: torch.ones(1).is_meta)
     with torch.device("meta"):
-        assert DataParallel(find, CPUS)(x)[:, 0].tolist() == [0.0] * 4
+        assert DataParallel(find, CPUS)(x) == [False] * 2
         out = model(x)
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         grad.sum().backward()

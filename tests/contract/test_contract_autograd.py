@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Apply, Trio, assert_same_grads, assert_same_state, made_of, ones, raised, trio
+from harness import (
+    Apply,
+    Trio,
+    assert_same_grads,
+    assert_same_state,
+    carried,
+    made_of,
+    ones,
+    raised,
+    trio,
+)
 from random_nets import Clipped
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -105,11 +115,6 @@ def wrap(module: nn.Module, replicas: int = 2, **options: Any) -> DataParallel[A
 def graphs(model: DataParallel[Any]) -> list[int]:
     """How many graphs each replica of this process holds."""
     return [held for _, held in model.executor.flush()]
-
-
-def bytes_out(model: DataParallel[Any]) -> int:
-    """How many bytes of tensors came from the replicas so far."""
-    return sum(replica.bytes_out for replica in model.executor.stats().replicas)
 
 
 @pytest.mark.parametrize(("rows", "replicas"), [(7, 2), (7, 3), (7, 4), (2, 4), (0, 2)])
@@ -402,9 +407,9 @@ def test_B6_subset_moves_only_what_was_asked():
             lambda out=out: torch.autograd.grad(out, x, retain_graph=True),
             out.backward,
         ):
-            before = bytes_out(model)
+            before = carried(model)
             run()
-            sizes.append(bytes_out(model) - before)
+            sizes.append(carried(model) - before)
     assert all(size < 1000 for size in (*sizes[:2], *sizes[3:5]))
     assert sizes[2] < 2 * (4 * 2002 + 1000) and sizes[5] > 2 * 4 * 8 * 1000
 

@@ -158,15 +158,29 @@ def test_S7_S8_replicas_get_containers_of_upstream_s_classes() -> None:
     assert isinstance(raised(lambda: theirs(defaultdict(list, x=rows(4)))), TypeError)
 
 
-def test_S9_where_nothing_can_be_split_rows_come_once_per_replica_with_one_warning() -> None:
-    """A list of strings, with upstream's result."""
-    ours, theirs, _ = trio(apply(lambda _net, texts: torch.ones(len(texts), 2)), 2)
+@pytest.mark.parametrize(
+    ("function", "given", "words"),
+    [
+        (lambda _net, texts: torch.ones(len(texts), 2), ["a", "b", "c"], "register_batch_type"),
+        (
+            lambda _net, pair: pair[0] + pair[1],
+            (rows(4), rows(2)),
+            "inputs[0][0]: size 4, 2 chunks; inputs[0][1]: size 2, 2 chunks",
+        ),
+    ],
+    ids=["nothing can be split", "sizes differ"],
+)
+def test_S6_S9_odd_splits_are_warned_of_once(function: Any, given: Any, words: str) -> None:
+    """Of a list of strings, which comes once per replica, and of four rows and two: upstream's
+    result, and one warning for each wrapper.
+    """
+    ours, theirs, _ = trio(apply(function), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            same(ours(["a", "b", "c"]), theirs(["a", "b", "c"]))
+            same(ours(given), theirs(given))
     (warning,) = [str(one.message) for one in caught]
-    assert "are duplicated" in warning and "register_batch_type" in warning
+    assert words in warning
 
 
 def test_S10_objects_among_the_arguments_are_copies() -> None:
@@ -243,20 +257,6 @@ def test_G2_G11_scalars_become_a_vector_also_beside_batches(replicas: int) -> No
     (ours_said,), (theirs_said,) = texts
     assert ours_said.startswith(theirs_said) and "Options(scalars='mean')" in ours_said
     assert_same_grads(ours, theirs)
-
-
-def test_S6_sizes_that_differ_are_warned_of_once() -> None:
-    """Four rows and two: upstream's result, and one warning for each wrapper that names both."""
-    ours, theirs, _ = trio(apply(lambda _net, pair: pair[0] + pair[1]), 2)
-    pair = (rows(4), rows(2))
-    expected = theirs(pair)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            same(ours(pair), expected)
-        ours((rows(4), rows(4)))
-    (warning,) = [str(one.message) for one in caught if "different sizes" in str(one.message)]
-    assert "inputs[0][0]: size 4, 2 chunks; inputs[0][1]: size 2, 2 chunks" in warning
 
 
 def test_G7_what_is_no_tensor_comes_back_once_per_chunk() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -106,21 +107,15 @@ def test_C3_output_device(where: Any) -> None:
         model.output_device = 77
 
 
-def test_C5_attributes() -> None:
-    """The five attributes, with the master's device as the source."""
-    net = Net()
-    model = DataParallel(net, [0, 1], dim=1)
-    assert model.module is net
-    assert type(model.device_ids) is list and model.device_ids == [0, 1]
-    assert model.dim == 1
+def test_C5_attributes_can_be_edited() -> None:
+    """There are five, with the master's device as the source. Forward reads them, so an edit counts
+    from the next call.
+    """
+    net, x = nn.Identity(), torch.arange(6.0).reshape(2, 3)
+    model = DataParallel(net, TWO)
+    assert (model.module, model.device_ids, model.dim) == (net, TWO, 0)
     assert model.src_device_obj == torch.device(model.output_device) == oracle.place
     assert set(dict(model.named_children())) == {"module"}
-
-
-def test_C5_dim_and_device_ids_can_be_edited() -> None:
-    """Forward reads the attributes, so an edit counts from the next call."""
-    model = DataParallel(nn.Identity(), TWO)
-    x = torch.arange(6.0).reshape(2, 3)
     before = calls(model) if model(x) is not None else []
     model.device_ids = ["cpu"]
     model(x)
@@ -502,3 +497,17 @@ def test_F8_keyword_arguments_dim_and_defaults() -> None:
     with torch.no_grad():
         assert not data_parallel(Net().eval(), batch(), TWO).requires_grad
     assert data_parallel(scalar(), torch.ones(4, 4), ["cpu"]).dim() == 0
+
+
+@pytest.mark.upstream
+def test_the_oracle_leaves_torch_alone() -> None:
+    """Upstream's own modules still refuse CPU tensors, and none of their names is ours."""
+    upstream = sys.modules["torch.nn.parallel._functions"]
+    with pytest.raises((AssertionError, RuntimeError), match=r"CPU|cpu"):
+        upstream.Gather.apply("cpu", 0, torch.ones(1, device="cpu"))
+    assert nn.DataParallel is not oracle.DataParallel
+    names = "_functions", "comm", "data_parallel", "parallel_apply", "replicate", "scatter_gather"
+    for name in names:
+        assert sys.modules[f"torch.nn.parallel.{name}"].__dict__.get("torch", torch) is torch
+    assert torch._C is sys.modules["torch._C"]
+    assert torch.accelerator.device_index is not oracle._no_context

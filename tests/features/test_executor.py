@@ -141,22 +141,18 @@ def test_an_executor_in_a_pickle_or_a_copy(two: Executor) -> None:
 
 
 def test_one_actor_per_device_for_all_wrappers() -> None:
-    """The n-th "cpu" is always the same."""
+    """The n-th "cpu" is always the same, but for options that concern processes."""
     pids = DataParallel(Pids(), THREE)(batch(3)).tolist()
     assert len(set(pids)) == 3
+    options = Options(unused_grads="none", scalars="mean")
+    assert DataParallel(Pids(), TWO, options=options)(batch(2)).tolist() == pids[:2]
+    executors = [DataParallel(Pids(), TWO, options=Options(threads=n)).executor for n in (1, 2)]
+    assert executors[0] is not executors[1]
     assert DataParallel(Pids(), THREE)(batch(3)).tolist() == pids
     assert DataParallel(nn.Sequential(Pids()), TWO, dim=0)(batch(2)).tolist() == pids[:2]
     assert DataParallel(Pids(), ["cpu"])(batch(2)).tolist() == [os.getpid()] * 2  # in place
     assert data_parallel(Pids(), batch(2), TWO).tolist() == pids[:2]
     assert [replica(batch(1)).item() for replica in replicate(Pids(), TWO)] == pids[:2]
-
-
-def test_wrappers_options_do_not_start_more_replicas() -> None:
-    """What concerns processes makes another executor."""
-    plain = DataParallel(linear(), TWO).executor
-    same, other = Options(unused_grads="none", scalars="mean"), Options(threads=2)
-    assert DataParallel(linear(), TWO, options=same).executor is plain
-    assert DataParallel(linear(), TWO, options=other).executor is not plain
 
 
 def test_a_wrapper_inside_a_wrapped_module_runs_in_place() -> None:
