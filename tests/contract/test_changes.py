@@ -804,14 +804,26 @@ REFUSING: dict[str, Callable[[], nn.Module]] = {
         parametrizations.weight_norm(nn.Linear(3, 2))
     ),
     "parametrized lstm": recurrent,
+    "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 2)),  # keeps what is computed
     "lambda": lambda: Apply(lambda net, x: x * 2 * net.weight, weight=nn.Parameter(torch.ones(3))),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def copying(net: nn.Module) -> Any:
+    """The class of the error that a deep copy raises."""
+    try:
+        copy.deepcopy(net)
+    except Exception as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:.*(torch.jit|weight_norm).*is deprecated")
 @pytest.mark.parametrize("name", REFUSING)
 def test_modules_that_refuse_pickling_train(name: str) -> None:
-    """R14, R20, R21: they train as the plain module does, edits between the steps included."""
+    """C13, R14, R20, R21: they train as the plain module does, edits between the steps included,
+    and can be copied no more and no less.
+    """
     net = REFUSING[name]()
     model = DataParallel(net, CPUS)
     net.eval()
@@ -826,6 +838,7 @@ def test_modules_that_refuse_pickling_train(name: str) -> None:
         with torch.no_grad():
             for p in net.parameters():
                 p.mul_(0.9)
+        assert copying(model) is copying(net)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from harness import Apply, assert_same_grads, made_of, raised, same, trio
@@ -257,18 +256,6 @@ def test_G2_G11_scalars_become_a_vector_also_beside_batches(replicas: int) -> No
     (ours_said,), (theirs_said,) = texts
     assert ours_said.startswith(theirs_said) and "Options(scalars='mean')" in ours_said
     assert_same_grads(ours, theirs)
-
-
-def test_G7_what_is_no_tensor_comes_back_once_per_chunk() -> None:
-    """Numbers, strings, dataclasses; upstream raises, or makes text of a map object."""
-    model = DataParallel(apply(lambda _net, x: (len(x), f"{len(x)} rows", Sample(x, len(x)))), TWO)
-    number, text, sample = model(rows(5))
-    assert (number, text, sample.name) == ([3, 2], ["3 rows", "2 rows"], [3, 2])
-    same(sample.x, rows(5))
-    assert isinstance(
-        raised(lambda: oracle.DataParallel(apply(lambda _net, x: 1), [0, 1])(rows())), TypeError
-    )
-    assert "map object" in oracle.DataParallel(apply(lambda _net, x: "text"), [0, 1])(rows())
 
 
 JOINED: dict[str, Callable[[], nn.Module]] = {

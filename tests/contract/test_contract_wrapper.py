@@ -236,24 +236,6 @@ def test_C14_C15_what_torch_does_to_the_wrapper_is_refused() -> None:
         assert all(words in str(error) for error in (ours, theirs))
 
 
-def test_C13_modules_with_computed_weights() -> None:
-    """Old weight_norm keeps a non-leaf: two steps work; deepcopy fails as the module's own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        first, second = (nn.utils.weight_norm(nn.Linear(4, 2)) for _ in range(2))
-    second.load_state_dict(first.state_dict())
-    ours, theirs = DataParallel(first, TWO), oracle.DataParallel(second, [0, 1])
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
-    for _ in range(2):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(batch()).square().sum().backward()
-            optimizer.step()
-        assert_same_grads(ours, theirs)
-        assert_same_state(ours, theirs)
-    assert type(raised(lambda: copy.deepcopy(ours))) is type(raised(lambda: copy.deepcopy(first)))
-
-
 @pytest.mark.parametrize("ids", [TWO, ["cpu"]])
 def test_C16_profiler_range(ids: list[str]) -> None:
     """A profile shows the forward, whatever runs it."""

@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +22,13 @@ import torch.utils.checkpoint
 from harness import Apply, carried, dying, kill, made_of, ones, raised
 from mortal import same
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, spectral_norm
 from torch.testing._internal.two_tensor import TwoTensor
 
 from raydp_parallel import DataParallel, Executor, convert_sync_batchnorm
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.start import Starter
-from raydp_parallel.errors import ExecutorClosed, StateLost
+from raydp_parallel.errors import ExecutorClosed, GraphLost, StateLost
 
 
 def net() -> nn.Module:
@@ -414,6 +415,41 @@ def test_T5_parameters_in_the_same_memory(two: Executor) -> None:
 
 
 # --- deaths ---
+
+
+def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
+    """Gradients of before are missed where they are used, and not where they are cleared."""
+    for used in (False, True):
+        killable.grow()
+        model, optimizer = small(killable)
+        advance(model, optimizer, 0)
+        killable.flush()  # waits for the step
+        kill(killable, 1)
+        model(torch.ones(4, 6)).sum().backward()
+        if used:
+            assert isinstance(raised(optimizer.step), GraphLost)
+        else:
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+        advance(model, optimizer, 1)
+
+
+def test_T2_a_death_after_weights_were_read(killable: Executor) -> None:
+    """That fetches them, also into what lies in their memory, as the weight of spectral norm."""
+    results = []
+    for deadly in (False, True):
+        model, optimizer = small(killable, make=lambda: spectral_norm(nn.Linear(6, 2)))
+        advance(model, optimizer, 0)
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(torch.ones(4, 6)).sum().backward()
+            model.sync()
+            if deadly:
+                killable.grow()
+                kill(killable, 1)
+        optimizer.step()
+        results.append(held(model, optimizer))
+    assert same(*results)
 
 
 def test_T2_a_buffer_that_only_the_second_forward_writes_to(killable: Executor) -> None:
