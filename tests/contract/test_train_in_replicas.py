@@ -7,7 +7,6 @@ import copy
 import gc
 import os
 import pickle
-import signal
 import weakref
 from collections.abc import Callable
 from functools import partial
