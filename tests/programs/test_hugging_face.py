@@ -132,14 +132,6 @@ def test_attach_refuses_another_module(tmp_path: Path) -> None:
         attach(trainer, DataParallel(fresh("bert"), ["cpu", "cpu"]))
 
 
-def test_generate_says_how_to_call_it() -> None:
-    model = DataParallel(tiny_gpt2(), ["cpu", "cpu"])
-    with pytest.raises(AttributeError, match=r"model\.call\('generate', \.\.\.\)"):
-        model.generate(torch.zeros(2, 3, dtype=torch.int64))
-    found = model.call("generate", torch.ones(2, 3, dtype=torch.int64), max_new_tokens=2)
-    assert found.shape == (2, 5)
-
-
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "BertModel"])
 def test_a_model_that_has_shown_its_layers(kind: str) -> None:
     """Transformers leaves hooks on them, which find the values to fill in a module of its own."""

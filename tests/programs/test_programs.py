@@ -92,21 +92,32 @@ def graph_parallel(base: Any) -> Any:
     return GraphParallel
 
 
+def same_on_both(use: Callable[..., Any]) -> None:
+    """Do the same with our class and with upstream's: what a function returns is the same, and so
+    are the gradients of the models that it returns first.
+    """
+    found = []
+    for base, ids in BASES.values():
+        torch.manual_seed(2)
+        found.append(use(base, ids))
+    (models, *values), (others, *expected) = found
+    torch.testing.assert_close(values, expected)
+    for one, other in zip(models, others, strict=True):
+        assert_same_grads(one, other)
+
+
 @pytest.mark.parametrize("sizes", [[5, 1, 1, 2, 3], [1, 1], [7]])
 def test_pyg_lists_split_by_size(sizes: list[int]) -> None:
     """Each replica is given one object of the user's class; gradients reach the nodes."""
-    results = []
-    for base, ids in BASES.values():
-        torch.manual_seed(2)
+
+    def use(base: Any, ids: Any) -> Any:
         model = graph_parallel(base)(pool(), ids)
         graphs = [torch.randn(n, 4, requires_grad=True) for n in sizes]
         out = model(graphs)
         out.square().sum().backward()
-        results.append((model, out, [g.grad for g in graphs]))
-    (ours, out, grads), (theirs, expected, expected_grads) = results
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    torch.testing.assert_close(grads, expected_grads)
-    assert_same_grads(ours, theirs)
+        return [model], out, [g.grad for g in graphs]
+
+    same_on_both(use)
 
 
 def ungathered(base: Any) -> Any:
@@ -162,12 +173,10 @@ def weighted_loss(net: Any, out: torch.Tensor, target: torch.Tensor) -> torch.Te
 @pytest.mark.parametrize("how", ["threads", "parallel_apply"])
 def test_encoding_parallel_loss(how: str) -> None:
     """A gather that returns the list, and a criterion that runs where the outputs came from."""
-    results = []
-    for name, (base, ids) in BASES.items():
-        apply = by_threads
-        if how == "parallel_apply":
-            apply = raydp_parallel.parallel_apply if name == "ours" else oracle.parallel_apply
-        torch.manual_seed(2)
+
+    def use(base: Any, ids: Any) -> Any:
+        verbs: Any = raydp_parallel if base is DataParallel else oracle
+        apply = by_threads if how == "threads" else verbs.parallel_apply
         model = ungathered(base)(net(), ids)
         loss_net = Apply(weighted_loss, weight=nn.Parameter(torch.tensor([1.0, 2.0, 3.0])))
         criterion = parallel_criterion(base, apply)(loss_net, ids)
@@ -175,12 +184,10 @@ def test_encoding_parallel_loss(how: str) -> None:
         outputs = model(x)
         loss = criterion(outputs, y)
         loss.backward()
-        results.append((model, criterion, loss, [len(out) for out in outputs], model.replicated))
-    ours, theirs = results
-    torch.testing.assert_close(ours[2], theirs[2])
-    assert ours[3:] == theirs[3:] == ([3, 3, 2], 3)
-    assert_same_grads(ours[0], theirs[0])
-    assert_same_grads(ours[1], theirs[1])
+        assert ([len(out) for out in outputs], model.replicated) == ([3, 3, 2], 3)
+        return [model, criterion], loss
+
+    same_on_both(use)
 
 
 @made_of(visual=(4, 3), text=(4, 3))
@@ -203,17 +210,15 @@ def encoding(base: Any) -> Any:
 
 def test_clip_encodes_images_in_parallel() -> None:
     """The part and the whole are used in turn, and both get gradients."""
-    results = []
-    for base, ids in BASES.values():
-        torch.manual_seed(2)
+
+    def use(base: Any, ids: Any) -> Any:
         model = encoding(base)(clip(), ids)
         x, _ = data(7)
         encoded = model.encode_image(x)
         (encoded.square().sum() + model(x, -x).sum()).backward()
-        results.append((model, encoded))
-    (ours, encoded), (theirs, expected) = results
-    torch.testing.assert_close(encoded, expected, rtol=0, atol=0)
-    assert_same_grads(ours, theirs)
+        return [model], encoded
+
+    same_on_both(use)
 
 
 class OurPassthrough(DataParallel[Any]):
@@ -272,6 +277,8 @@ def test_transformers_decodes_with_a_cache(two: Executor) -> None:
     model = DataParallel(copy.deepcopy(module), executor=two)
     ids = torch.randint(1, 32, (4, 6))
     asked = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with pytest.raises(AttributeError, match=r"model\.call\('generate', \.\.\.\)"):
+        model.generate(ids)
     with torch.no_grad():
         assert torch.equal(model.call("generate", ids, **asked), module.generate(ids, **asked))
         own = transformers.DynamicCache()
