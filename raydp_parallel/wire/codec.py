@@ -36,7 +36,7 @@ def _tensor(number: int) -> Tensor:
 
 
 def _leaf(number: int) -> Tensor:
-    return _tensor(number).detach().requires_grad_()
+    return _opening.get()[0][number].detach().requires_grad_()  # type: ignore[no-any-return]
 
 
 def _window(number: int) -> Window:
