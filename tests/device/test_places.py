@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 
 import on_gpus
 import pytest
@@ -15,14 +16,14 @@ import pytest
 if on_gpus.asked() != "cpu":
     pytest.skip("these are on GPUs", allow_module_level=True)
 
-ALL = ["tests/contract", "tests/features", "tests/device"]
+LONG = ["tests/contract", "tests/features"], ["tests/device", "--long"]
 
 
 @pytest.mark.parametrize(
     ("place", "tests"),
     [
         ("cuda", ["tests/contract/test_contract_batch.py"]),
-        *[pytest.param(place, ALL, marks=pytest.mark.long) for place in on_gpus.PLACES[1:]],
+        *[pytest.param(*p, marks=pytest.mark.long) for p in product(on_gpus.PLACES[1:], LONG)],
     ],
 )
 @pytest.mark.timeout(900)
