@@ -351,7 +351,10 @@ class Program:
         """
         if self.net.has(Checkpointed):
             return {"keep", "kept"}
-        return _HARMLESS if self.fused else _HARMLESS | {"train", "step"}
+        known = {w for one in self.optimizers for row in one.param_groups for w in row["params"]}
+        # The next step begins with new tensors in the replicas, and the graph keeps the older ones.
+        anew = self.inside and known != {*self.net.parameters()}
+        return _HARMLESS if self.fused or anew else _HARMLESS | {"train", "step"}
 
     def look(self, draw: random.Random) -> Parts:
         """Read everything, in any order."""
