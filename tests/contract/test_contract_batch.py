@@ -273,11 +273,11 @@ def test_G9_G12_G13_outputs_are_joined_as_upstream_s(name: str) -> None:
     """
     ours, theirs, _ = trio(JOINED[name](), 3)
     outs = [model(rows(6).view(6, 1, 3)) for model in (ours, theirs)]
-    same(*outs)
+    torch.testing.assert_close(*outs)
     for out in outs:
         parts = tree_leaves(out)
         sum((t.float().flatten() * torch.arange(t.numel())).sum() for t in parts).backward()
-    assert_same_grads(ours, theirs)
+    assert_same_grads(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
 class Holder:
