@@ -57,7 +57,8 @@ class OptimizerState(torch.optim.Optimizer):
             values = {}
             for name, value in group.items():
                 if name != "params" and not (name in sent and _same(sent[name], value)):
-                    values[name] = value.writable() if isinstance(value, RemoteGrad) else value
+                    own = value.writable() if isinstance(value, RemoteGrad) else value
+                    values[name] = own.clone() if isinstance(own, Tensor) else own
             news.append(values)
         return news
 

@@ -316,7 +316,8 @@ class Resident:
             if tag is None or grad is None:
                 continue
             if one is None or one.stand is None or one.stand.touched:
-                given[tag] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
+                here = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
+                given[tag] = here.clone()  # a death may have it sent again, when it was written to
             elif one.stand.zeroed or not (one.chunks or one.missed):
                 given[tag] = None
             else:

@@ -524,18 +524,30 @@ def another_group(net: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": net[-1].parameters()})
 
 
+def another_rate(net: Any, optimizer: Any) -> None:
+    """Write to the tensor that it is."""
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
+def another_gradient(net: Any, optimizer: Any) -> None:
+    """Write to the one that lies in this process."""
+    net[0].weight.grad.zero_()
+
+
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("edit", [another_layer, another_group])
+@pytest.mark.parametrize("edit", [another_layer, another_group, another_rate, another_gradient])
 def test_T2_a_death_in_the_step_before_an_edit(
     edit: Any, resumed: bool, killable: Executor
 ) -> None:
-    """The step is made again with the module and the groups as they were."""
+    """The step is made again with the module, the groups and the gradients as they were."""
     results = []
     for deadly in (False, True):
-        model, optimizer = small(killable)
+        model, optimizer = small(killable, lr=torch.tensor(0.01))
         model(torch.ones(8, 6)).square().mean().backward()
         if resumed:
             assert optimizer.state_dict()  # which replicas get again before the step
+        if edit is another_gradient:
+            model.module[0].weight.grad = model.module[0].weight.grad * 2
         with dying(killable, 2 * resumed, "before") if deadly else contextlib.nullcontext():
             optimizer.step()
         edit(model.module, optimizer)
