@@ -107,6 +107,15 @@ class Call:
         """Say what has changed since it ran, so that it cannot run again; None if nothing has."""
         return None
 
+    def refuse_changed(self) -> None:
+        """Raise an exception if it cannot run again."""
+        what = self.changed()
+        if what is not None:
+            raise StateChanged(
+                f"{self.phase}: what a replica held is lost, with it or by a backward that failed. "
+                f"It cannot be made again, because {what} since the forward; run forward again"
+            )
+
     def explain(self, failure: Failure) -> Failure:
         """Say more than the replica could, or raise a better error than its."""
         return failure
@@ -197,6 +206,8 @@ class Dispatcher:
             for i, call in enumerate(flight.calls):
                 if i in flight.answers:
                     continue
+                if flight.attempt:  # while batches of `map` are in flight, the program goes on
+                    call.refuse_changed()
                 slot = call.slot
                 for graph in call.needs:
                     if graph.slot is not None and graph.on(graph.slot):
@@ -445,12 +456,7 @@ class Dispatcher:
         too, whoever needs it will see.
         """
         for call in recipe or graph.remade_by(slot, phase):
-            what = call.changed()
-            if what is not None:
-                raise StateChanged(
-                    "backward: what a replica held is lost, with it or by a backward that failed. "
-                    f"It cannot be made again, because {what} since the forward; run forward again"
-                )
+            call.refuse_changed()
             needs = [one for one in call.needs if one is not graph]
             freed = [one for one in needs if one.slot is None]  # by torch
             answer = None

@@ -5,6 +5,7 @@ The numbers are those of the journey in `wrapper`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers
 from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.driver.resident import Trainable
-from raydp_parallel.errors import TransferError
+from raydp_parallel.errors import StateChanged, TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state import sources
@@ -103,6 +104,11 @@ class ForwardCall(Call):
     def inputs(self) -> list[Tensor]:
         """The tensors among its arguments that gradients may be asked for."""
         return [t for t in self._arguments.tensors if self.terms.context.grad and t.requires_grad]
+
+    def copy_arguments(self) -> None:
+        """Let nobody else write to its arguments."""
+        tensors = [t.detach().clone() for t in self._arguments.tensors]
+        self._arguments = self._arguments._replace(tensors=tensors)
 
     def note_state(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
@@ -230,6 +236,8 @@ def start(
             first = at_once is None and all(call.model is not master for call in calls)
             terms = Terms(i, context, threads, given.error_prefix, first)
             calls.append(ForwardCall(settings, terms, master, given))
+            if at_once is not None:  # the program goes on, and may load into the same memory
+                calls[-1].copy_arguments()
         masters = [*dict.fromkeys([call.model for call in calls])]
         slots = [given.slot for given in chunks]
         together = groups.have_layers([given.module for given in chunks], slots)
@@ -255,7 +263,8 @@ def start(
             if not any(edited):
                 return Forward(settings, calls, flight, handle)
             # Contents had changed behind their versions: the same forward, with these.
-            dispatcher.finish(flight)
+            with contextlib.suppress(StateChanged):  # a death had it run again
+                dispatcher.finish(flight)
             dispatcher.totals.reruns += 1
 
 

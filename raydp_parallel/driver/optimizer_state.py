@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.state.mirror import Master
 
 numbers = itertools.count(1)
@@ -57,8 +56,8 @@ class OptimizerState(torch.optim.Optimizer):
             values = {}
             for name, value in group.items():
                 if name != "params" and not (name in sent and _same(sent[name], value)):
-                    own = value.writable() if isinstance(value, RemoteGrad) else value
-                    values[name] = own.clone() if isinstance(own, Tensor) else own
+                    # A copy: the program may write to it while the step is on its way.
+                    values[name] = value.clone() if isinstance(value, Tensor) else value
             news.append(values)
         return news
 
@@ -81,6 +80,5 @@ class OptimizerState(torch.optim.Optimizer):
 
 
 def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return False  # it may have been written to
-    return one is other or (type(one) is type(other) and bool(one == other))
+    may_be_written_to = isinstance(one, Tensor) or isinstance(other, Tensor)
+    return not may_be_written_to and type(one) is type(other) and bool(one == other)

@@ -29,7 +29,7 @@ from raydp_parallel.devices import ambient, threads
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Call, Dispatcher, Pending, copied
 from raydp_parallel.driver.optimizer_state import OptimizerState, States
-from raydp_parallel.driver.remote_grad import RemoteGrad, Stand
+from raydp_parallel.driver.remote_grad import Stand
 from raydp_parallel.driver.resident_gradients import Gradients, Sum
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateLost
 from raydp_parallel.replica import exceptions
@@ -316,8 +316,8 @@ class Resident:
             if tag is None or grad is None:
                 continue
             if one is None or one.stand is None or one.stand.touched:
-                here = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
-                given[tag] = here.clone()  # a death may have it sent again, when it was written to
+                # A death may have it sent again, when the program has written there.
+                given[tag] = grad.clone().detach()
             elif one.stand.zeroed or not (one.chunks or one.missed):
                 given[tag] = None
             else:

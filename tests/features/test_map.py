@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Apply, made_of, ones
+from harness import Apply, dying, made_of, ones
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor
+from raydp_parallel import DataParallel, Executor, StateChanged
 
 TWO = ["cpu", "cpu"]
 
@@ -167,6 +167,27 @@ def test_an_edit_that_moves_no_version_is_seen(executor: Executor) -> None:
         found.append(int(out[0]) - number)
         net.weight.data.add_(1)
     assert found == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_death_changes_no_output(mode: Any, killable: Executor) -> None:
+    """Also if the loader has used the memory of batches again; one that was in flight when weights
+    were changed cannot run again.
+    """
+    net = picky()
+    model = DataParallel(net, executor=killable)
+
+    def loader() -> Iterator[Tensor]:
+        memory = torch.empty(2)
+        for number in range(6):
+            yield memory.fill_(number)
+
+    with mode():
+        with dying(killable, 1, "sent"):
+            assert firsts(model.map(loader())) == [1, 2, 3, 4, 5, 6]
+        with dying(killable, 1, "answered"), pytest.raises(StateChanged, match="'weight'"):
+            for _ in model.map(loader()):
+                net.weight += 1
 
 
 def test_leaving_the_loop_ends_the_map(executor: Executor) -> None:
