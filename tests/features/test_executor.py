@@ -66,8 +66,9 @@ def test_replicas_are_described(two: Executor) -> None:
     """One frozen entry per device: index, device, node, process and state."""
     found = two.replicas()
     assert [type(info) for info in found] == [ReplicaInfo, ReplicaInfo]
-    for index, info in enumerate(found):
-        assert (info.index, info.device, info.device_id) == (index, "cpu", "cpu")
+    assert found[0].index < found[1].index  # other tests may have begun with GPUs
+    for info in found:
+        assert (info.device, info.device_id) == ("cpu", "cpu")
         assert (info.state, info.gpu) == ("ready", "")
     assert {i.node for i in found} == {ray_api.here()}
     assert len({i.pid for i in found} | {os.getpid(), 0}) == 4
