@@ -76,9 +76,7 @@ def test_C3_C5_a_module_without_tensors_has_the_first_device(home: int) -> None:
 def test_C6_a_smaller_gpu_is_warned_of_in_upstream_s_words(
     left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the constructor there, and here by the call that starts the replicas: they know it. With
-    three quarters of the others' memory or processors it is not smaller.
-    """
+    """By the constructor there, and here by the call that starts the replicas: they know it."""
     monkeypatch.setenv("NCCL_STANDIN", left)
     module, said = Net().to("cuda:0"), []
     with Executor([0], options=Options(metrics=False)) as executor:
