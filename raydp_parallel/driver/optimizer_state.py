@@ -41,10 +41,11 @@ class OptimizerState(torch.optim.Optimizer):
     def described(self, master: Master) -> States:
         """Return its groups and its state, with tags in the place of parameters."""
         groups: list[Values] = []
-        # What the other replicas have of a group: its changes since then go with the next step, and
-        # one that was added, while a step is on its way, goes with all.
-        for group, sent in zip(self.param_groups, self.sent, strict=False):
-            tags = [master.tag(p) for p in group["params"]]
+        # What the other replicas have: while a step is on its way, the program may change, add and
+        # take out.
+        for number, sent in enumerate(self.sent):
+            tags = [master.tag(p) for p, (row, _) in self.known.items() if row == number]
+            group = self.param_groups[number] if number < len(self.param_groups) else {}
             groups.append({**group, **sent, "params": [n for n in tags if n is not None]})
         state = {master.tag(p): dict(values) for p, values in self.__dict__["state"].items()}
         return groups, {n: values for n, values in state.items() if n is not None}

@@ -534,8 +534,16 @@ def another_gradient(net: Any, optimizer: Any) -> None:
     net[0].weight.grad.zero_()
 
 
+def fewer_parameters(net: Any, optimizer: Any) -> None:
+    """Take one out of its group."""
+    del optimizer.param_groups[0]["params"][0]
+
+
+EDITS = another_layer, another_group, another_rate, another_gradient, fewer_parameters
+
+
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("edit", [another_layer, another_group, another_rate, another_gradient])
+@pytest.mark.parametrize("edit", EDITS)
 def test_T2_a_death_in_the_step_before_an_edit(
     edit: Any, resumed: bool, killable: Executor
 ) -> None:
@@ -551,7 +559,9 @@ def test_T2_a_death_in_the_step_before_an_edit(
         with dying(killable, 2 * resumed, "before") if deadly else contextlib.nullcontext():
             optimizer.step()
         edit(model.module, optimizer)
-        results.append([model(torch.ones(8, 6)), *held(model, optimizer)])
+        found = [model(torch.ones(8, 6))]
+        advance(model, optimizer, 1)
+        results.append([*found, *[t.clone() for t in model.state_dict().values()]])
     assert same(*results)
 
 
