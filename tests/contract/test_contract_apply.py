@@ -562,7 +562,7 @@ def test_A10_manual_seed_makes_everything_repeatable() -> None:
     for ids, seed in ((CPUS, 1), ([0, 1], 1), ([0, 0], 1), (CPUS, 2)):
         model = DataParallel(drawing(), ids)
         torch.manual_seed(seed)
-        runs.append([*model(x), torch.rand(3), *model(x)])
+        runs.append([t.cpu() for t in (*model(x), torch.rand(3), *model(x))])
     first, *same, other = runs
     for one in same:
         assert all(map(torch.equal, first, one))
