@@ -156,8 +156,14 @@ class ForwardCall(Call):
 
     def keep(self) -> None:
         """Keep the arguments' memory for another run, and not the program's tensors."""
-        # With the same versions.
-        tensors = [t.detach().requires_grad_(t.requires_grad) for t in self._arguments.tensors]
+        tensors = [t.detach() for t in self._arguments.tensors]  # with the same versions
+        if self.model.resident is not None:
+            # They are needed until the step is made, and a loader may use their memory before.
+            tensors, before = [t.clone() for t in tensors], self._before
+            assert before is not None
+            self._before = *before[:2], versions_of(tensors), before[3]
+        for t, given in zip(tensors, self._arguments.tensors, strict=True):
+            t.requires_grad_(given.requires_grad)
         self._arguments = self._arguments._replace(tensors=tensors)
         self._update = None
         self.work = Call.work  # another run is no call

@@ -565,6 +565,22 @@ def test_T2_a_death_in_the_step_before_an_edit(
     assert same(*results)
 
 
+def test_T2_a_loader_that_uses_its_memory_again(killable: Executor) -> None:
+    """A forward runs again with the rows that it had, for a step that is on its way."""
+    results = []
+    for deadly in (False, True):
+        model, optimizer = small(killable)
+        memory = np.empty((8, 6), np.float32)
+        for step in range(3):
+            memory.fill(step + 1)
+            optimizer.zero_grad()
+            model(torch.from_numpy(memory)).square().mean().backward()
+            with dying(killable, 0, "sent") if deadly and step else contextlib.nullcontext():
+                optimizer.step()
+        results.append(held(model, optimizer))
+    assert same(*results)
+
+
 def test_T2_all_replicas_die(killable: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error counts the steps that are lost; training goes on from the last sync."""
     model, optimizer = small(killable)
