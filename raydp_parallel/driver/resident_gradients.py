@@ -191,7 +191,9 @@ class Gradients:
     def fetch_departing(self, tags: Collection[int]) -> None:
         """Bring what only replicas have of parameters that leave."""
         left = [one for one in self.sums.values() if one.tag in tags]
-        self.fetch([one for one in left if not one.missed])
+        # One that is lost is missed where it is used.
+        with contextlib.suppress(GraphLost, StateChanged):
+            self.fetch([one for one in left if not one.missed])
         for one in left:
             del self.sums[one.parameter]
 

@@ -565,6 +565,17 @@ def test_T2_a_death_in_the_step_before_an_edit(
     assert same(*results)
 
 
+def test_T2_a_death_after_a_layer_has_left(killable: Executor) -> None:
+    """Its gradients of before the step are missed where they are used, and not by a forward."""
+    model, optimizer = small(killable)
+    advance(model, optimizer, 0)
+    killable.flush()  # waits for the step
+    last, model.module[2] = model.module[2], nn.Linear(8, 2)
+    with dying(killable, 0, "before"):
+        model(torch.ones(8, 6))
+    assert isinstance(raised(last.weight.grad.sum), GraphLost)
+
+
 def test_T2_a_loader_that_uses_its_memory_again(killable: Executor) -> None:
     """A forward runs again with the rows that it had, for a step that is on its way."""
     results = []
