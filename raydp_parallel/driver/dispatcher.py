@@ -135,9 +135,9 @@ class Pending:
     @property
     def lives(self) -> bool:
         """Tell if the replica that it was sent to still lives, and owes the answer or gave it."""
-        slot, client = self.slot, self.slot.client
-        here = slot.ready and slot.life == self.life and bool(client.alive())
-        return here and (self.answer is not None or client.unsent == 0)
+        slot = self.slot
+        here = slot.ready and slot.life == self.life and slot.client.alive()
+        return here and (self.answer is not None or slot.client.unsent == 0)
 
 
 def copied(value: object) -> Any:
@@ -364,8 +364,7 @@ class Dispatcher:
                 call.makes.slot, call.makes.life = slot, slot.life
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
-            self.replica_set.lost(slot, pending.life, call.phase, str(gone))
-            pending.gone = str(gone)
+            self._lost(pending, str(gone))
             return pending
         except BaseException:
             if slot.client.unsent is None:  # the replica knows nothing of it
@@ -381,6 +380,14 @@ class Dispatcher:
             self.totals.state_bytes += request.update.size
         self.replica_set.recorder.called(slot.index)
         return pending
+
+    def _lost(self, pending: Pending, cause: str) -> None:
+        """Note that the replica of a request is gone."""
+        slot = pending.slot
+        self.replica_set.lost(slot, pending.life, pending.call.phase, cause)
+        pending.gone = cause
+        if self.owed.get(slot) is pending:  # which would hold its module
+            del self.owed[slot]
 
     def _limit(self, pending: Pending) -> float | None:
         """Return the seconds that a call may take. As those of a start they hold for a process that
@@ -405,8 +412,7 @@ class Dispatcher:
                 raise Gone("an exception, such as Ctrl-C, came within a message")
             pending.answer = answer = client.receive(self._limit(pending), home)
         except Gone as gone:
-            self.replica_set.lost(slot, pending.life, call.phase, str(gone))
-            pending.gone = str(gone)
+            self._lost(pending, str(gone))
             return None
         self.owed.pop(slot, None)
         if answer.lacking and call.master is not None:  # others it may have alone

@@ -21,7 +21,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach
-from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph
+from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph, copied
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers
 from raydp_parallel.driver.loss import LossCall
@@ -75,11 +75,13 @@ class _Settings(NamedTuple):
 class ForwardCall(Call):
     """The forward of one chunk, and of its graph again after a death."""
 
+    master: Trainable
+
     def __init__(
         self, settings: _Settings, terms: Terms, master: Trainable, given: ForwardChunk
     ) -> None:
         super().__init__(given.slot, "forward", master=master)
-        self.settings, self.terms, self.model, self.given = settings, terms, master, given
+        self.settings, self.terms, self.given = settings, terms, given
         numbers = defaultdict[object, int](_numbers.__next__)
         args, kwargs = batch.numbered((given.args, given.kwargs), numbers)
         self.refs = {number: ref for ref, number in numbers.items()}
@@ -107,12 +109,12 @@ class ForwardCall(Call):
 
     def copy_arguments(self) -> None:
         """Let nobody else write to its arguments."""
-        tensors = [t.detach().clone() for t in self._arguments.tensors]
+        tensors = copied(self._arguments.tensors)
         self._arguments = self._arguments._replace(tensors=tensors)
 
     def note_state(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
-        self.terms, self._spread, master = self.terms._replace(group=seat), spread, self.model
+        self.terms, self._spread, master = self.terms._replace(group=seat), spread, self.master
         self.work = self.given.rows, type(self.given.module).__name__
         steps = 0 if master.resident is None else master.resident.weights.steps
         versions = versions_of(self._arguments.tensors)
@@ -125,7 +127,7 @@ class ForwardCall(Call):
 
     def prepare(self, slot: ReplicaSlot) -> None:
         """Give a slot's replica the weights of now, and the objects of Ray's store."""
-        executor, master = self.settings.executor, self.model
+        executor, master = self.settings.executor, self.master
         if master.resident is not None:
             master.resident.weights.ready(slot)
         self._update = executor.dispatcher.update(master, slot)
@@ -140,30 +142,24 @@ class ForwardCall(Call):
             if spread.rank != spread.root:
                 update = update._replace(parts=(), size=0)
         # Hooks on a parameter that is not used would be called with None.
-        unused, leaves = settings.unused == "none", self.model.leaves
+        unused, leaves = settings.unused == "none", self.master.leaves
         asked = [leaf.tensor for leaf in leaves if unused or leaf.kind == "attribute"]
         return ForwardRequest(
             self.terms,
-            model=self.model.number,
+            model=self.master.number,
             update=update,
             key=None if self.makes is None else self.makes.key,
             arguments=self._arguments,
             seed=settings.seed,
             overlay=None if self.overlay is None else {**self.overlay},
-            asked=tuple([self.model.records[id(t)].tag for t in asked]),
+            asked=tuple([self.master.records[id(t)].tag for t in asked]),
             refs=tuple(self.refs),
         )
 
     def keep(self) -> None:
         """Keep the arguments' memory for another run, and not the program's tensors."""
-        tensors = [t.detach() for t in self._arguments.tensors]  # with the same versions
-        if self.model.resident is not None:
-            # They are needed until the step is made, and a loader may use their memory before.
-            tensors, before = [t.clone() for t in tensors], self._before
-            assert before is not None
-            self._before = *before[:2], versions_of(tensors), before[3]
-        for t, given in zip(tensors, self._arguments.tensors, strict=True):
-            t.requires_grad_(given.requires_grad)
+        # With the same versions.
+        tensors = [t.detach().requires_grad_(t.requires_grad) for t in self._arguments.tensors]
         self._arguments = self._arguments._replace(tensors=tensors)
         self._update = None
         self.work = Call.work  # another run is no call
@@ -173,7 +169,7 @@ class ForwardCall(Call):
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
         assert self._before is not None
-        master, (revision, steps, versions, leaves) = self.model, self._before
+        master, (revision, steps, versions, leaves) = self.master, self._before
         trained = None if master.resident is None else master.resident.weights
         # A step on its way was made before all that the program has done since.
         coming = trained is not None and trained.coming is not None
@@ -237,14 +233,18 @@ def start(
         settings = _Settings(executor, seed, unused, rows)
         sources.current()  # what was edited since its import travels by value, with arguments, too
         calls: list[ForwardCall] = []
+        inputs: list[list[Tensor]] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
-            first = at_once is None and all(call.model is not master for call in calls)
+            first = at_once is None and all(call.master is not master for call in calls)
             terms = Terms(i, context, threads, given.error_prefix, first)
             calls.append(ForwardCall(settings, terms, master, given))
-            if at_once is not None:  # the program goes on, and may load into the same memory
+            inputs.append(calls[-1].inputs)
+            # They may be needed after the call, when the program loads others into their memory: by
+            # `map`, and until a step in the replicas is made.
+            if at_once is not None or master.resident is not None:
                 calls[-1].copy_arguments()
-        masters = [*dict.fromkeys([call.model for call in calls])]
+        masters = [*dict.fromkeys([call.master for call in calls])]
         slots = [given.slot for given in chunks]
         together = groups.have_layers([given.module for given in chunks], slots)
         while True:
@@ -267,7 +267,7 @@ def start(
             # Replicas compute now, and this process has time.
             edited = [master.verify() for master in masters]  # [5] verify
             if not any(edited):
-                return Forward(settings, calls, flight, handle)
+                return Forward(settings, calls, inputs, flight, handle)
             # Contents had changed behind their versions: the same forward, with these.
             with contextlib.suppress(StateChanged):  # a death had it run again
                 dispatcher.finish(flight)
@@ -280,6 +280,7 @@ class Forward:
 
     settings: _Settings
     calls: Sequence[ForwardCall]  # the chunks
+    inputs: Sequence[list[Tensor]]  # of each, the program's own
     flight: Flight  # their requests
     handle: GraphHandle  # frees their graphs
 
@@ -297,20 +298,20 @@ class Forward:
                 # The weights have arrived: who fails now has left no group, but for layers'.
                 self.flight.grouped = self.flight.together
                 dispatcher.totals.forwards += 1
-                models = {call.model for call in self.calls if call.makes is not None}
-                overlays = {model: model.overlay() for model in models}
+                masters = {call.master for call in self.calls if call.makes is not None}
+                overlays = {master: master.overlay() for master in masters}
                 for call in self.calls:
-                    call.overlay = overlays.get(call.model)
+                    call.overlay = overlays.get(call.master)
                 # Also where another chunk raises: upstream's replica 0 wrote to the master itself
                 # (row R6).
                 for call, answer in zip(self.calls, answers, strict=True):
                     if call.terms.reports and answer.writes.tags:  # [8] effects
-                        call.model.write_back(answer.writes)
+                        call.master.write_back(answer.writes)
                 dispatcher.effects(self.flight, answers)
             outputs: list[Parcel] = []
             lend = lend and not batch.registered
             for call, answer in zip(self.calls, answers, strict=True):
-                home, row = call.model.home, []
+                home, row = call.master.home, []
                 assert answer.output is not None
                 for t in answer.output.tensors:
                     mine = t.detach().to(home)
@@ -337,20 +338,20 @@ class Forward:
                 leaves.append(leaf)
             return known[key] if there else None
 
-        marks = {master: master.mark() for master in {call.model for call in self.calls}}
+        marks = {master: master.mark() for master in {call.master for call in self.calls}}
         # Where chunks reach the same leaves.
         alike: dict[tuple[Trainable, bool, bytes], Numbers] = {}
         parts: dict[int, Part] = {}
-        for call, answer, row in zip(self.calls, answers, rows, strict=True):
+        for call, own, answer, row in zip(self.calls, self.inputs, answers, rows, strict=True):
             if call.makes is None or not any(t.requires_grad for t in row):
                 continue
-            master, detach, count = call.model, call.given.detach, len(call.model.leaves)
+            master, detach, count = call.master, call.given.detach, len(call.master.leaves)
             reached, others = answer.reached[:count], answer.reached[count:]
             key = master, detach, reached
             if key not in alike:
                 there = bytes(count) if detach else reached
                 alike[key] = [*map(number, master.leaves, there)]
-            inputs = [*map(number, [Leaf(t, "input") for t in call.inputs], others)]
+            inputs = [*map(number, [Leaf(t, "input") for t in own], others)]
             leads = marks[master], alike[key], inputs
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         for call in self.calls:

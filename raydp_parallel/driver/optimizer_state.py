@@ -81,5 +81,6 @@ class OptimizerState(torch.optim.Optimizer):
 
 
 def _same(one: object, other: object) -> bool:
-    may_be_written_to = isinstance(one, Tensor) or isinstance(other, Tensor)
-    return not may_be_written_to and type(one) is type(other) and bool(one == other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False  # it may have been written to
+    return one is other or (type(one) is type(other) and bool(one == other))

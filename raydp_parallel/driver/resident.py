@@ -316,8 +316,9 @@ class Resident:
             if tag is None or grad is None:
                 continue
             if one is None or one.stand is None or one.stand.touched:
-                # A death may have it sent again, when the program has written there.
-                given[tag] = grad.clone().detach()
+                here = grad.detach()
+                # A death may have a step sent again, when the program has written there.
+                given[tag] = here.clone() if norm is None else here
             elif one.stand.zeroed or not (one.chunks or one.missed):
                 given[tag] = None
             else:

@@ -168,7 +168,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Biases are a group of their own."""
     named = [*model.named_parameters()]
     biases, others = ([p for n, p in named if ("bias" in n) == of] for of in (True, False))
-    return [{"params": biases, "weight_decay": 0.0}, {"params": others}]
+    own = {"of the program's": np.ones(2)}
+    return [{"params": biases, "weight_decay": 0.0, **own}, {"params": others}]
 
 
 @pytest.mark.parametrize("clip", ["torch", "own"])

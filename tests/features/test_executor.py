@@ -9,13 +9,16 @@ import json
 import os
 import pickle
 import re
+import signal
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import ray
 import torch
@@ -25,6 +28,9 @@ from torch import nn
 import raydp_parallel
 from raydp_parallel import DataParallel, Executor, Options, data_parallel, parallel_apply, replicate
 from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.placement import Place
+from raydp_parallel.cluster.replica_set import ReplicaSlot
+from raydp_parallel.driver.dispatcher import Call, Pending
 from raydp_parallel.driver.executor import shared
 from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.monitoring.stats import ReplicaInfo
@@ -180,6 +186,21 @@ class Tells:
     def __del__(self) -> None:
         if os.getpid() != self.driver:
             Path(self.folder, str(os.getpid())).touch()
+
+
+def test_a_request_that_a_death_has_ended_holds_no_model(killable: Executor) -> None:
+    """Nor does one to a device that has had no replica yet owe an answer."""
+    model = DataParallel(linear(), executor=killable)
+    with torch.no_grad(), forked.held():
+        model(batch())
+        os.kill(killable.replicas()[1].pid, signal.SIGKILL)
+        model(batch())
+        gone = weakref.ref(model.module)
+        del model
+        gc.collect()
+        assert gone() is None
+    slot = ReplicaSlot(Place("cpu", 2), 2)
+    assert not Pending(slot, Call(slot, "join"), slot.life).lives
 
 
 def test_dropping_a_wrapper_frees_its_replicas(two: Executor, tmp_path: Path) -> None:
