@@ -289,13 +289,15 @@ def test_nccl(tmp_path: Any, code: str) -> None:
     assert " ".join(said).replace("torch.distributed.DistBackendError: ", "") == MEMBERS[code]
 
 
+def _laid(t: Tensor, form: Any) -> Tensor:
+    return t if form is None or t.dim() != 4 else t.to(memory_format=form)
+
+
 def _moved(value: Any, device: str, form: Any) -> Any:
     def one(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        new = t.detach().clone()
-        if form is not None and new.dim() == 4:
-            new = new.to(memory_format=form)
+        new = _laid(t.detach().clone(), form)
         return new.to(device).requires_grad_(t.requires_grad)
 
     return torch.utils._pytree.tree_map(one, value)
@@ -332,8 +334,8 @@ def _cases(form: Any) -> Iterator[tuple[str, nn.Module, Any]]:
                 module = info.module_cls(*made.args, **made.kwargs).to(dtype).train(mode)
                 if "Lazy" in info.name:
                     module(*given.forward_input.args)
-                if form is not None:
-                    module.to(memory_format=form)
+                for p in module.parameters():
+                    p.data = _laid(p.data, form)
                 yield f"{info.name} {dtype} {mode}", module, given.forward_input
 
 
@@ -343,9 +345,12 @@ def test_modules_compute_what_they_do_on_a_cpu(form: Any) -> None:
     """All of torch's: outputs, gradients and buffers, in double precision, also of tensors with
     channels last.
     """
+    close = {"rtol": 1e-9, "atol": 1e-11, "equal_nan": True}
     count, wrong = 0, []
     with torch.device("cpu"):
         for name, module, given in _cases(form):
+            if form is not None and name.startswith("nn.NLLLoss"):
+                continue  # torch's backward takes no such input on a CPU
             count, there = count + 1, copy.deepcopy(module).to(HERE)
             try:
                 both = _run(module, given, "cpu", form), _run(there, given, "cuda:0", form)
@@ -354,7 +359,7 @@ def test_modules_compute_what_they_do_on_a_cpu(form: Any) -> None:
                     if right is not None:
                         assert (right.device.type, found.device) == ("cpu", HERE)
                         found = found.detach().cpu()
-                        torch.testing.assert_close(found, right.detach(), rtol=1e-9, atol=1e-11)
+                        torch.testing.assert_close(found, right.detach(), **close)
             except Exception as error:
                 wrong.append(f"{name}: {type(error).__name__} {error}")
     assert count > 2000

@@ -20,7 +20,7 @@ MEMORY, CHANNEL = "devices/memory.py", "wire/channel.py"
 WAITS = [
     ("driver/autograd.py", "here.wait_stream(stream)", "pass", "forward_on_a_stream"),
     (MEMORY, "last.synchronize()", "pass", "staging_is_written"),
-    (MEMORY, "if near:\n        stream.synchronize()", "pass", "plain_module and ways1"),
+    (MEMORY, "if on_gpu:\n        stream.synchronize()", "pass", "plain_module and ways1"),
     (MEMORY, "torch.cuda.current_stream(run.device).synchronize()", "pass", "plain_module"),
     (MEMORY, "            stream.synchronize()", "            pass", "written_once"),
     (

@@ -250,13 +250,18 @@ def test_300_steps_take_no_memory_and_no_context_elsewhere(
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-            if step in (20, 300):
+            if step in (20, 21, 22, 298, 299, 300):
                 gc.collect()
                 here, there = used(), model.run(used, x[:2], gather=False)
-                seen.append([row.tolist()[0] for row in (here, *there)])
+                seen.append([row.cpu()[0] for row in (here, *there)])
                 del here, there
-    assert seen[0] == seen[1]
-    driver, *replicas = [row[len(row) // 2 :] for row in seen[0]]
+    # Some of the last step's may be on its way back.
+    parts = seen[:3], seen[3:]
+    first, then = (
+        [torch.stack(o).amin(0).tolist() for o in zip(*part, strict=True)] for part in parts
+    )
+    assert first == then
+    driver, *replicas = [row[len(row) // 2 :] for row in first]
     assert replicas == [[1], [1]] and not any(driver[last:])
 
 

@@ -132,6 +132,7 @@ def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) 
     trained = DataParallel(nn.Linear(2, 1), ["cpu", "cpu"])
     optimizer = trained.optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
+        optimizer.zero_grad()
         trained(ONES).sum().backward()
         optimizer.step()
     path.write_text(NET.format(factor=4.0).replace("x * FACTOR", "x * FACTOR * 10"))
