@@ -62,7 +62,7 @@ class RemoteReplica:
         """Run the replica. An exception of the module is raised as it is, as a plain call would."""
         executor, chunk = self._executor, self.chunk(args, kwargs)
         with executor.replica_set.lock:  # nobody else's call may come between
-            return forward.start(executor, [chunk], executor.options.unused_grads).finish()[0]
+            return forward.start(executor, [chunk]).finish()[0]
 
     def chunk(
         self, args: object, kwargs: Keywords, dim: int = 0, number: int | None = None
@@ -153,7 +153,7 @@ def apply(
     kwargs_tup: Sequence[Keywords] | None,
     devices: Sequence[Device] | None,
     dim: int = 0,
-    unused: UnusedGrads = "zeros",
+    unused: UnusedGrads | None = None,
     lend: bool = False,
 ) -> list[object]:
     """Do as `parallel_apply`, with the settings of a wrapper."""
@@ -182,14 +182,6 @@ def apply(
         chunks.append(module.chunk(inputs[i], kwargs_tup[i] if kwargs_tup else {}, dim, i))
     with executor.replica_set.lock:  # nobody else's call may come between
         return forward.start(executor, chunks, unused).finish(lend)
-
-
-def calling(replicas: Sequence[object], called: Called) -> list[RemoteReplica]:
-    """Return the same replicas, of which a call runs a method of the module, or a function."""
-    found = [one for one in replicas if isinstance(one, RemoteReplica)]
-    if len(found) < len(replicas):
-        raise TypeError("call and run need replicas that replicate() of raydp_parallel made")
-    return [replace(one, _called=called) for one in found]
 
 
 def module_device(module: nn.Module, ids: Sequence[DeviceId] = ()) -> torch.device:

@@ -341,15 +341,12 @@ class DataParallel(nn.DataParallel[T]):
             ids = self.device_ids[: len(args)]
             replicas = self.replicate(self.module, ids)
             if called is not None:
-                replicas = functional.calling(replicas, called)
-            if split and gather and self._own("parallel_apply", "gather"):
-                how = self.dim, self._options.unused_grads, True
+                replicas = [replace(one, _called=called) for one in replicas]
+            if gather and self._own("parallel_apply", "gather"):
+                how = self.dim, self._options.unused_grads, split
                 with self.executor.replica_set.lock:  # outputs lie in windows until then
                     return join(functional.apply(replicas, args, named, ids, *how))
-            if split:
-                outputs = self.parallel_apply(replicas, args, named)
-            else:
-                outputs = [replicas[0](*inputs, **kwargs)]
+            outputs = self.parallel_apply(replicas, args, named)
             return join(outputs) if gather else outputs
 
     def _chunks(

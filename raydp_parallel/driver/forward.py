@@ -217,11 +217,12 @@ def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
 def start(
     executor: Executor,
     chunks: Sequence[ForwardChunk],
-    unused: UnusedGrads = "zeros",
+    unused: UnusedGrads | None = None,
     at_once: int | None = None,
 ) -> Forward:
     """Send all chunks of a call, of which the first one of each module writes back to it. So many
-    chunks of several calls may run ``at_once``: then none writes back.
+    chunks of several calls may run ``at_once``: then none writes back. ``unused`` is by default the
+    executor's.
     """
     ambient.refuse_transforms()
     context, dispatcher = ambient.capture(), executor.dispatcher
@@ -230,7 +231,7 @@ def start(
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
         rows = sum([given.rows for given in chunks])
-        settings = _Settings(executor, seed, unused, rows)
+        settings = _Settings(executor, seed, unused or executor.options.unused_grads, rows)
         sources.current()  # what was edited since its import travels by value, with arguments, too
         calls: list[ForwardCall] = []
         inputs: list[list[Tensor]] = []

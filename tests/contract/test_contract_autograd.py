@@ -243,6 +243,16 @@ def test_B3_B4_option_none_is_the_plain_module():
     parity(by_sign(), lambda model: model(x).sum().backward(), plain=False, options=option)
 
 
+def test_B3_option_none_holds_for_each_way_to_call(executors):
+    """For a call that one replica runs, and for upstream's functions with an executor's options."""
+    net, x, executor = branches(), data(4, 3), executors(1, name="none", unused_grads="none")
+    model = DataParallel(net, ["cpu"] * 2, options=Options(unused_grads="none"))
+    replicas = raydp_parallel.replicate(net, ["cpu"], executor=executor)
+    model.call("forward", x, split=False).sum().backward()
+    raydp_parallel.parallel_apply(replicas, [x])[0].sum().backward()
+    assert net.two.weight.grad is None
+
+
 @alike(branches, plain=False)
 def test_B4_grad_of_unused_parameters_is_zeros(model):
     """`autograd.grad` with respect to them succeeds, without ``allow_unused``."""
