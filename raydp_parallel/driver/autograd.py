@@ -45,7 +45,6 @@ from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers, Sums
 from raydp_parallel.driver.resident import Trainable
 from raydp_parallel.driver.resident_gradients import Gradients, Kept, Sum
-from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.lagging import PLAINLY
@@ -199,11 +198,6 @@ class Fork(Function):
     def backward(ctx: ForkNode, *_: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call()
         assert call is not None
-        if call.executor.closed:
-            raise ExecutorClosed(
-                "backward: the executor was closed after the forward, and the graphs ended with "
-                "its replicas; run backward before closing it, or run forward again with another"
-            )
         ending = call.passes.pop(torch._C._current_graph_task_id())
         # Torch does not wait for the streams that write the gradients: what the Joins hand on is
         # nothing, and Fork runs on no GPU, so on the stream of whoever called backward.

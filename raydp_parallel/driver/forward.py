@@ -69,7 +69,7 @@ class _Settings(NamedTuple):
     executor: Executor
     seed: int
     unused: UnusedGrads
-    rows: int  # of all chunks
+    copies: bool  # of arguments: the call goes on while the program does
 
 
 class ForwardCall(Call):
@@ -80,7 +80,8 @@ class ForwardCall(Call):
     def __init__(
         self, settings: _Settings, terms: Terms, master: Trainable, given: ForwardChunk
     ) -> None:
-        super().__init__(given.slot, "forward", master=master)
+        work = given.rows, type(given.module).__name__
+        super().__init__(given.slot, "forward", master=master, work=work)
         self.settings, self.terms, self.given = settings, terms, given
         numbers = defaultdict[object, int](_numbers.__next__)
         args, kwargs = batch.numbered((given.args, given.kwargs), numbers)
@@ -107,17 +108,17 @@ class ForwardCall(Call):
         """The tensors among its arguments that gradients may be asked for."""
         return [t for t in self._arguments.tensors if self.terms.context.grad and t.requires_grad]
 
-    def copy_arguments(self) -> None:
-        """Let nobody else write to its arguments."""
-        tensors = copied(self._arguments.tensors)
-        self._arguments = self._arguments._replace(tensors=tensors)
-
     def note_state(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
         self.terms, self._spread, master = self.terms._replace(group=seat), spread, self.master
-        self.work = self.given.rows, type(self.given.module).__name__
         steps = 0 if master.resident is None else master.resident.weights.steps
-        versions = versions_of(self._arguments.tensors)
+        tensors = self._arguments.tensors
+        # They may be needed after the call, when the program loads others into their memory: by
+        # `map`, and until a step in the replicas is made.
+        if self.settings.copies or master.resident is not None:
+            tensors = copied(tensors)
+            self._arguments = self._arguments._replace(tensors=tensors)
+        versions = versions_of(tensors)
         self._before = master.revision, steps, versions, master.leaves
         self.makes = None
         if self.terms.context.grad and (self.inputs or master.leaves):
@@ -190,8 +191,8 @@ class ForwardCall(Call):
         given = self.given
         if given.rows == 1 and "more than 1 value per channel" in failure.text:
             text = (
-                f"This chunk has 1 row of a batch of {self.settings.rows}, and batch norm needs 2 "
-                "in each: DataLoader(..., drop_last=True), or fewer devices"
+                "This chunk has 1 row, and batch norm needs 2 in each: "
+                "DataLoader(..., drop_last=True), or fewer devices"
             )
             return failure._replace(text=failure.text + text)
         parts = {"function": given.called, "inputs": given.args, "kwargs": given.kwargs}
@@ -230,21 +231,16 @@ def start(
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
-        rows = sum([given.rows for given in chunks])
-        settings = _Settings(executor, seed, unused or executor.options.unused_grads, rows)
+        unused = unused or executor.options.unused_grads
+        settings = _Settings(executor, seed, unused, copies=at_once is not None)
         sources.current()  # what was edited since its import travels by value, with arguments, too
         calls: list[ForwardCall] = []
-        inputs: list[list[Tensor]] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
             first = at_once is None and all(call.master is not master for call in calls)
             terms = Terms(i, context, threads, given.error_prefix, first)
             calls.append(ForwardCall(settings, terms, master, given))
-            inputs.append(calls[-1].inputs)
-            # They may be needed after the call, when the program loads others into their memory: by
-            # `map`, and until a step in the replicas is made.
-            if at_once is not None or master.resident is not None:
-                calls[-1].copy_arguments()
+        inputs = [call.inputs for call in calls]
         masters = [*dict.fromkeys([call.master for call in calls])]
         slots = [given.slot for given in chunks]
         together = groups.have_layers([given.module for given in chunks], slots)

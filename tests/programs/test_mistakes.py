@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a chunk of one row under batch norm": (
         lambda: DataParallel(nn.Sequential(nn.BatchNorm1d(3)), CPUS)(X[:2]),
-        "This chunk has 1 row of a batch of 2.*drop_last",
+        "This chunk has 1 row, and batch norm needs 2.*drop_last",
     ),
     "a criterion of one's own": (
         lambda: DataParallel(Net(), CPUS).with_loss(lambda out, y: out.sum())(X, X),
