@@ -66,7 +66,7 @@ class Weights:
         self._dispatcher, self._master, self._gradients = dispatcher, master, source.gradients
         self.optimizers: dict[int, OptimizerState] = {}
         self.steps = self._at = self._states_at = 0  # made, and those that the driver's copies have
-        self.coming: _Plan | None = None  # the step on its way
+        self.coming: _Plan | None = None  # the step, or norm, on its way
         # Of replicas: the life, the step of the weights, and the recall before the optimizers.
         self.version_at: dict[ReplicaSlot, tuple[int, int, int]] = {}
         self.recalls = 0  # how often replicas were to get all from here again
@@ -283,12 +283,8 @@ class Resident:
                 if most is not None:
                     torch.nn.utils.clip_grads_with_norm_(optimizer.known, most, norm)
                 return norm
-            try:
-                self._send(plan)
-                norm = self._finish(plan)[0].to(self._master.home, copy=True)
-            except BaseException:  # nobody asks for it again, and members may wait for each other
-                self._dispatcher.close_groups()
-                raise
+            self._send(plan)
+            norm = self._finish(plan)[0].to(self._master.home, copy=True)
             torch.nn.utils.get_total_norm([norm], norm_type, error)
             if most is not None:
                 scale = torch.clamp(most / (norm + 1e-6), max=1.0)
@@ -358,8 +354,7 @@ class Resident:
         plan.calls, plan.sent = [], []
         for slot, seat in zip(slots, seats, strict=True):
             plan.calls.append(Call(slot, "step", step._replace(exchange=seat)))
-        if plan.step.norm is None:
-            self.weights.coming = plan
+        self.weights.coming = plan
         self._go_on(plan)
 
     def _go_on(self, plan: _Plan) -> None:
