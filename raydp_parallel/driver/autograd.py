@@ -71,13 +71,7 @@ class Part(NamedTuple):
     slot: ReplicaSlot  # that it is for
     master: Trainable
     mark: Mark  # the model's tensors after the forward
-    leaves: Numbers  # which of the call's leaves those of the module are
-    inputs: Numbers  # which of them its own inputs are
-
-    @property
-    def all(self) -> Numbers:
-        """All leaves, in the order of its graph."""
-        return [*self.leaves, *self.inputs]
+    leaves: Numbers  # which of the call's leaves its own are: those of the module, then inputs
 
 
 @dataclass(eq=False)
@@ -293,7 +287,7 @@ class Backward:
                         self._kept[at] = self._gradients.sums[leaf]
             others = parts.keys() - self._outputs.keys()
             chunks = [parts[i] for i in (*self._outputs, *others)]
-            adding = Sums(master, call.leaves, [(part.leaves, part.inputs) for part in chunks])
+            adding = Sums(master, call.leaves, [part.leaves for part in chunks])
             self._run(adding)
             sums = adding.finish(call.unused)
             filled = {call.leaves[at].kind for at in sums}
@@ -323,10 +317,10 @@ class Backward:
             for (i, given), answer in zip(self._outputs.items(), self._run(), strict=True):
                 part, row, begin = call.parts[i], rows.setdefault(i, []), len(leaves)
                 leaves += [Leaf(grad, "input") for _, found in given for _, grad in found]
-                inputs = range(begin, len(leaves))
-                derived.parts[i] = part._replace(graph=self._graphs[i], leaves=[], inputs=inputs)
+                own = range(begin, len(leaves))
+                derived.parts[i] = part._replace(graph=self._graphs[i], leaves=own)
                 found = [grad for grads in answer.rows for grad in grads]
-                for leaf, grad in zip(part.all, found, strict=True):
+                for leaf, grad in zip(part.leaves, found, strict=True):
                     if grad is not None and leaf is not None:
                         places.append((leaf, i, len(row)))
                         mine = grad.detach().to(call.leaves[leaf].tensor.device).clone()
@@ -356,7 +350,7 @@ class Backward:
         dispatcher.effects(flight, answers)
         for trip, answer in zip(trips, answers, strict=True):
             if trip.kept is not None:
-                rows = zip(trip.part.all, answer.reached, strict=True)
+                rows = zip(trip.part.leaves, answer.reached, strict=True)
                 stays = [self._kept[at] for at, there in rows if there and at is not None]
                 trip.kept.note(trip, trip.life, stays)
         return answers
@@ -396,7 +390,7 @@ class Backward:
                 graph=part.graph.key,
                 outputs=tuple(outputs),
                 grads=grads,
-                needed=bytes([fates[at] for at in part.all]),
+                needed=bytes([fates[at] for at in part.leaves]),
                 partial=partial,
                 keep=self._keep,
                 derived=None if makes is None else makes.key,

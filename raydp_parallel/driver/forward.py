@@ -349,7 +349,7 @@ class Forward:
                 there = bytes(count) if detach else reached
                 alike[key] = [*map(number, master.leaves, there)]
             inputs = [*map(number, [Leaf(t, "input") for t in own], others)]
-            leads = marks[master], alike[key], inputs
+            leads = marks[master], [*alike[key], *inputs]
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         for call in self.calls:
             call.keep()

@@ -57,8 +57,7 @@ class Sums:
 
     _master: Master  # whose memory the sums may have
     _leaves: Sequence[Leaf]  # the call's
-    # The numbers of each chunk's leaves: those of the module, and its inputs.
-    _chunks: Sequence[tuple[Numbers, Numbers]]
+    _chunks: Sequence[Numbers]  # of each chunk's leaves: those of the module, then inputs
     _sums: dict[int, Tensor] = field(default_factory=dict)
     _counts: dict[int, int] = field(default_factory=dict)  # how many were added one by one
     _first: tuple[Row, Numbers] | None = None  # whose order the run has
@@ -69,7 +68,8 @@ class Sums:
         """Add a chunk's gradients, in memory that is only lent."""
         if answer.failure is not None:
             return
-        (row, inputs), (numbers, others) = answer.rows, self._chunks[at]
+        row, inputs = answer.rows
+        numbers, others = self._chunks[at][: len(row)], self._chunks[at][len(row) :]
         layout, alike = row.layout, False
         if self._first is not None:  # a layout is one object for all rows of equal specs
             first, its = self._first
@@ -126,8 +126,7 @@ class Sums:
         self._take_apart()
         for at, given in self._counts.items() if unused == "zeros" else ():
             total, leaf = self._sums[at], self._leaves[at].tensor
-            if total.layout is not torch.strided and leaf.layout is torch.strided:
-                rows = [(*numbers, *others) for numbers, others in self._chunks]
-                if given < sum([row.count(at) for row in rows]):
-                    self._sums[at] = total.to_dense()
+            sparse = total.layout is not torch.strided and leaf.layout is torch.strided
+            if sparse and given < sum([numbers.count(at) for numbers in self._chunks]):
+                self._sums[at] = total.to_dense()
         return self._sums
