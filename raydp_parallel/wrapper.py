@@ -391,7 +391,7 @@ class DataParallel(nn.DataParallel[T]):
                 args, named = self.scatter(inputs, kwargs, self.device_ids)
                 inputs, kwargs = (args or [()])[0], (named or [{}])[0]
             if place.type == "cuda":
-                inputs, kwargs = batch.moved((inputs, kwargs), place)
+                inputs, kwargs = batch.on_tensors((inputs, kwargs), lambda t: t.to(place))
         home = module_device(self.module)
         inputs, kwargs = batch.resolved((inputs, kwargs), fetched, home)
         if isinstance(called, LossCall):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.batch.containers import Function, leaves, mapped
+from raydp_parallel.batch.containers import Function, leaves, mapped, on_tensors
 
 
 class _Numbered:
@@ -110,7 +110,7 @@ def resolved(value: object, get: Callable[[Any], object], device: torch.device) 
                 # Nothing writes to it: what is still the object's own memory is copied.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 found = one.prepare(found)
-        return mapped(found, lambda leaf: _own(leaf, device) if isinstance(leaf, Tensor) else leaf)
+        return on_tensors(found, lambda t: _own(t, device))
 
     return _replaced(value, swap)
 

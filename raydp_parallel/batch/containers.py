@@ -100,9 +100,9 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield leaf if isinstance(leaf, Tensor) else leaf.data
 
 
-def moved(value: object, device: torch.device) -> Any:
-    """Bring all tensors in containers to a device."""
-    return mapped(value, lambda part: part.to(device) if isinstance(part, Tensor) else part)
+def on_tensors(value: object, change: Callable[[Tensor], object]) -> Any:
+    """Change all tensors in containers."""
+    return mapped(value, lambda part: change(part) if isinstance(part, Tensor) else part)
 
 
 def mapped(value: object, swap: Callable[[object], object]) -> Any:

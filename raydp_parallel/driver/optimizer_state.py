@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from raydp_parallel.batch.containers import tensors_in
 from raydp_parallel.state.mirror import Master
+from raydp_parallel.wire import pickling
 
 numbers = itertools.count(1)
 """Numbers of optimizers in the replicas."""
@@ -57,8 +60,8 @@ class OptimizerState(torch.optim.Optimizer):
             values = {}
             for name, value in group.items():
                 if name != "params" and not (name in sent and _same(sent[name], value)):
-                    # A copy: the program may write to it while the step is on its way.
-                    values[name] = value.clone() if isinstance(value, Tensor) else value
+                    # The program may write to it, also while the step is on its way.
+                    values[name] = copy.deepcopy(value)
             news.append(values)
         return news
 
@@ -69,7 +72,7 @@ class OptimizerState(torch.optim.Optimizer):
             for name, value in values.items():  # some count their steps there
                 known = name in sent and _same(sent[name], group[name])
                 if name != "params" and (known or name not in group):
-                    group[name] = sent[name] = value
+                    group[name], sent[name] = value, copy.deepcopy(value)
         own, rows = self.__dict__["state"], self.param_groups
         on_device = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}
         for p, (_, tag) in self.known.items():
@@ -81,6 +84,6 @@ class OptimizerState(torch.optim.Optimizer):
 
 
 def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return False  # it may have been written to
-    return one is other or (type(one) is type(other) and bool(one == other))
+    if one is other:  # nothing that can be written to: copies are compared
+        return True
+    return not [*tensors_in((one, other))] and pickling.dumps(one) == pickling.dumps(other)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.batch.containers import on_tensors
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.devices.memory import copy_row
@@ -121,7 +122,7 @@ class Resident:
             return Row([torch.nn.utils.get_total_norm(found, request.norm)])
         for group, values in zip(optimizer.param_groups, request.values, strict=True):
             for name, value in values.items():
-                group[name] = value.clone() if isinstance(value, Tensor) else value
+                group[name] = on_tensors(value, Tensor.clone)
         engine.seed(self._module.device, request.number, 0)
         for p, tag in tags.items():
             p.grad = grads.get(tag)

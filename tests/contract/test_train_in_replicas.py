@@ -758,7 +758,9 @@ def test_T3_an_optimizer_that_another_one_has_followed(two: Executor) -> None:
 
 
 def test_T3_a_rate_that_changes_and_changes_back(two: Executor) -> None:
-    """Replicas that get all in between have the rate of the last step, not that of the moment."""
+    """Replicas that get all in between have the rate of the last step, not that of the moment. They
+    keep tensors in a tuple, and get what is written to these.
+    """
 
     def program(model: Any, optimizer: Any) -> None:
         advance(model, optimizer, 0)
@@ -766,9 +768,10 @@ def test_T3_a_rate_that_changes_and_changes_back(two: Executor) -> None:
         assert optimizer.state  # which goes to the replicas again
         model(torch.ones(8, 6))
         optimizer.param_groups[0]["lr"] = 0.01
+        optimizer.param_groups[0]["betas"][0].mul_(0.5)
         advance(model, optimizer, 1)
 
-    compare(two, program)
+    compare(two, program, betas=(torch.tensor(0.9), torch.tensor(0.99)))
 
 
 def test_T3_a_parameter_that_is_trained_here_again(two: Executor) -> None:
