@@ -86,7 +86,7 @@ class Master:
         self.alike = True  # replicas may add gradients: chunks had them of the same parameters
         self._overlays = weakref.WeakValueDictionary[int, Overlay]()  # of forwards so far
         self._looked = 0  # the revision before the last look
-        self._runs: dict[Way, StateRun] = {}  # of those that map large tensors, and of others
+        self._runs: dict[bool, StateRun] = {}  # of those that map large tensors, and of others
         self._updates: dict[tuple[int, Way], StateUpdate] = {}  # to the state of now
         _masters.add(self)
 
@@ -162,7 +162,7 @@ class Master:
         """Number the changes of tensors."""
         self.revision += 1
         self._updates = {}
-        formed, shaped = False, list[Tracked]()
+        shaped = list[Tracked]()
         for one, (version, address, form) in changed:
             then_version, then_address, then_form = one.seen
             moved = address != then_address
@@ -175,13 +175,12 @@ class Master:
                 shaped.append(one)
             if moved or form != then_form:
                 one.spec_at = self.revision
-                formed = True
             led = one.leader is not None
-            lags = led and one.trained and issubclass(type(one.tensor), Lagging)
+            lags = one.trained and issubclass(type(one.tensor), Lagging)
             if (contents or moved or version != then_version) and not lags:
                 one.content_at = self.revision
                 self.trained_was_edited |= led and (moved or one.trained)
-        if formed:
+        if any([one.spec_at == self.revision for one, _ in changed]):
             self._form()
         for one, now in changed:
             if one.content_at == self.revision and not one.in_run:
@@ -202,18 +201,18 @@ class Master:
             one.plain = is_plain(t) and is_dense(t) and t.device == home
             if one.in_run:
                 one.shadow = None
-        for way, run in [*self._runs.items()]:
-            if not run.fits(self._in_run(way), home):
+        for mapped, run in [*self._runs.items()]:
+            if not run.fits(self._in_run(mapped), home):
                 for one in run.records:  # the last look at them
                     here = one.tensor.device == run.memory.device  # else it is sent anyway
                     sent = here and one.content_at <= run.revision
                     if sent and not same(one.tensor, run.views[one.tag]):
                         one.content_at = self.revision
-                self._runs[way] = StateRun(self.revision, self._in_run(way), home)
+                self._runs[mapped] = StateRun(self.revision, self._in_run(mapped), home)
 
-    def _in_run(self, way: Way) -> list[Tracked]:
+    def _in_run(self, mapped: bool) -> list[Tracked]:
         found = [one for one in self.records.values() if one.in_run]
-        return [one for one in found if one.place is None] if way == "mapped" else found
+        return [one for one in found if one.place is None] if mapped else found
 
     def _map(self, large: list[Tracked]) -> None:
         """Move large tensors into a window of their own pages."""
@@ -312,10 +311,10 @@ class Master:
 
     def _run(self, way: Way) -> StateRun:
         """Return the run with the contents of now."""
-        way = "mapped" if way == "mapped" else "shared"
-        run = self._runs.get(way)
+        mapped = way == "mapped"
+        run = self._runs.get(mapped)
         if run is None:
-            run = self._runs[way] = StateRun(self.revision, self._in_run(way), self.home)
+            run = self._runs[mapped] = StateRun(self.revision, self._in_run(mapped), self.home)
         late = [one for one in run.records if one.content_at > run.revision]
         copy_row([run.views[one.tag] for one in late], [one.tensor for one in late])
         run.revision = self.revision
@@ -323,7 +322,7 @@ class Master:
 
     def is_stale(self, way: Way) -> bool:
         """Tell if a run is to be written to before replicas get the contents of now."""
-        run = self._runs.get(way)
+        run = self._runs.get(way == "mapped")
         return run is not None and run.revision < self.revision
 
     def lacking(self, known: Iterable[Mapping[int, int]]) -> int:

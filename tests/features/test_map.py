@@ -15,6 +15,7 @@ from harness import Apply, dying, made_of, ones
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, StateChanged
+from raydp_parallel.driver.dispatcher import Dispatcher
 
 TWO = ["cpu", "cpu"]
 
@@ -188,6 +189,32 @@ def test_a_death_changes_no_output(mode: Any, killable: Executor) -> None:
         with dying(killable, 1, "answered"), pytest.raises(StateChanged, match="'weight'"):
             for _ in model.map(loader()):
                 net.weight += 1
+
+
+def test_weights_of_a_batch_in_flight_stay(killable: Any, monkeypatch: Any) -> None:
+    """In memory that its replica has not read yet, though one elsewhere gets newer ones."""
+    net = picky()
+    model = DataParallel(net, executor=killable)
+    first, other = killable.slots(TWO)
+    monkeypatch.setattr(first, "hello", first.hello._replace(device="cuda:0"))
+    monkeypatch.setattr(other, "hello", other.hello._replace(near=False))
+    receive, pid = Dispatcher.receive, first.info().pid
+
+    def go_on(*args: Any) -> Any:
+        os.kill(pid, signal.SIGCONT)
+        return receive(*args)
+
+    monkeypatch.setattr(Dispatcher, "receive", go_on)
+    assert usable(model)
+
+    def loader() -> Iterator[Tensor]:
+        for batch in numbers(2):
+            os.kill(pid, signal.SIGSTOP)
+            with torch.no_grad():
+                net.weight.add_(1)
+            yield batch
+
+    assert firsts(model.map(loader())) == [2, 4]
 
 
 def test_leaving_the_loop_ends_the_map(executor: Executor) -> None:
