@@ -175,7 +175,7 @@ class Resident:
             rows = optimizer.rows(master)
             memory: dict[object, Tensor] = {}
             for p, (_, tag) in rows.items():
-                ((_, address, _),) = seen([p])  # 0 if it is made of other tensors
+                ((_, (address, *_), _),) = seen([p])  # 0 if it is made of other tensors
                 if address and memory.setdefault((p.device, address), p) is not p:
                     raise ValueError(
                         "optimizer: two parameters lie in the same memory, as after "

@@ -27,7 +27,7 @@ from raydp_parallel.devices.memory import copy_row, copy_up
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Kept, build
-from raydp_parallel.state.run import SMALL, same, set_versions, versions_of
+from raydp_parallel.state.run import SMALL, Seen, same, seen, set_versions, versions_of
 from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import (
     BackwardRequest,
@@ -55,7 +55,7 @@ class ForwardState:
     module: nn.Module
     tensors: dict[int, Tensor]  # by tag
     form: _Form
-    lies: dict[int, tuple[object, ...]]  # where and how each lay before
+    seen: dict[int, Seen]  # where and how each lay before
     wanting: list[int]  # those that require a gradient in the master
     # How often each had been written to when it ended, as its graph saved them; empty until then.
     saved: dict[int, int] = field(default_factory=dict)
@@ -115,16 +115,6 @@ class _Form:
         words = self.laid(tensors).view(torch.int64) != was.view(torch.int64)
         lines = words.view(len(self._owners), ALIGN // 8).any(1)
         return {*self._owners[lines.cpu().numpy()].tolist()}
-
-
-def _lies(tensors: dict[int, Tensor]) -> dict[int, tuple[object, ...]]:
-    """Tell where and how tensors lie."""
-    return {
-        tag: (t.data_ptr(), t.dtype, t.shape, t.stride())
-        if t.layout is torch.strided and not t.is_nested
-        else (t.layout, t.dtype)
-        for tag, t in tensors.items()
-    }
 
 
 def _storage(t: Tensor) -> int:
@@ -298,7 +288,8 @@ class ReplicaModule:
         unused = tensors.keys() - used
         if not unused:
             wanting = [tag for tag in sorted(tensors) if self._tracked[tag].spec.grad]
-            return ForwardState(module, tensors, form, _lies(tensors), wanting)
+            looks = dict(zip(tensors, seen(tensors.values()), strict=True))
+            return ForwardState(module, tensors, form, looks, wanting)
         # Only now it is known which tensors a new structure still has.
         for tag in unused:
             del self._tracked[tag]
@@ -333,12 +324,12 @@ class ReplicaModule:
         suspects = state.tensors
         if not touched:  # nearly no parameters
             suspects = {n: t for n, t in suspects.items() if moves[n] or n in form.loose}
-        for tag, lies in _lies(suspects).items():
-            t, one, moved = state.tensors[tag], self._tracked.get(tag), moves[tag]
+        for (tag, t), look in zip(suspects.items(), seen(suspects.values()), strict=True):
+            one, moved = self._tracked.get(tag), moves[tag]
             if one is None:
                 continue  # it was taken out of the module since
-            replaced = lies != state.lies[tag]  # as after ``t.data = other``
-            state.lies[tag] = lies
+            replaced = look[1] != state.seen[tag][1]  # as after ``t.data = other``
+            state.seen[tag] = look
             accessed = bool(touched) and _storage(t) in touched  # ``t.data.mul_(2)``, or only read
             unlike = replaced or tag in changed
             suspect = moved or accessed or tag in form.loose

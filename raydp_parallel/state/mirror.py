@@ -163,17 +163,17 @@ class Master:
         self.revision += 1
         self._updates = {}
         shaped = list[Tracked]()
-        for one, (version, address, form) in changed:
-            then_version, then_address, then_form = one.seen
-            moved = address != then_address
+        for one, (version, lies, flags) in changed:
+            then_version, then_lies, then_flags = one.seen
+            moved = lies[0] != then_lies[0]
             if moved:
                 one.place = None  # it may move again: from now on it is sent
             # Another geometry makes a new tensor in the replica, and older graphs keep the memory
             # that it had. A flag alone sends no contents.
-            contents = form[:3] != then_form[:3]
+            contents = lies[1:] != then_lies[1:]
             if contents:
                 shaped.append(one)
-            if moved or form != then_form:
+            if (lies, flags) != (then_lies, then_flags):
                 one.spec_at = self.revision
             led = one.leader is not None
             lags = one.trained and issubclass(type(one.tensor), Lagging)
@@ -228,7 +228,8 @@ class Master:
             one.tensor.data = there
             one.place = self.revision, offset, window
             one.spec_at = one.content_at = self.revision
-            one.seen = one.seen[0], there.data_ptr(), one.seen[2]  # no edit of the program's
+            lies = there.data_ptr(), *one.seen[1][1:]
+            one.seen = one.seen[0], lies, one.seen[2]  # no edit of the program's
         self._form()
 
     def verify(self) -> bool:
@@ -254,19 +255,19 @@ class Master:
 
     def stepped(self) -> dict[int, int]:
         """Return the tags that a step changes, each with that of the parameter in its memory."""
-        addresses = {one.tag: one.seen[1] for one in self.records.values()}
-        led = {one.tag: one.leader for one in self.records.values() if one.leader in addresses}
-        return {n: leader for n, leader in led.items() if addresses[n] == addresses[leader]}
+        lies = {one.tag: one.seen[1] for one in self.records.values()}
+        led = {one.tag: one.leader for one in self.records.values() if one.leader in lies}
+        return {n: leader for n, leader in led.items() if lies[n] == lies[leader]}
 
     def train(self, tags: set[int]) -> None:
         """Let replicas have these parameters of their own, which no window holds, and no others."""
         self.revision += 1
         records = self.records.values()
-        trained = [one for one in records if one.tag in tags and one.seen[1]]  # in memory
-        places = {(one.seen[1], one.seen[2][:3]): one.tag for one in trained}
+        trained = [one for one in records if one.tag in tags and one.seen[1][0]]  # in memory
+        places = {one.seen[1]: one.tag for one in trained}
         for one in records:
             own = one.tag if one.tag in tags else None
-            one.leader = own or places.get((one.seen[1], one.seen[2][:3]))
+            one.leader = own or places.get(one.seen[1])
             if one.leader is not None:
                 one.place, one.spec_at = None, self.revision
                 touch([one])  # which makes a copy to compare with

@@ -34,8 +34,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Range = tuple[int, int]
 
-Seen = tuple[int, int, tuple[object, ...]]
-"""A tensor's version, address and geometry."""
+Lies = tuple[object, ...]
+"""A tensor's address, 0 if it has none, and its geometry."""
+
+Seen = tuple[int, Lies, tuple[object, ...]]
+"""A tensor's version, where and how it lies, and what else a replica is told of it."""
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
@@ -59,14 +62,12 @@ def seen(tensors: Iterable[Tensor]) -> list[Seen]:
     found: list[Seen] = []
     for t in tensors:  # a function for each would take as long again
         try:
-            form = t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj()
-            found.append((t._version, t.data_ptr(), form))
+            lies: Lies = (t.data_ptr(), t.dtype, t.shape, t.stride())
+            found.append((t._version, lies, (t.requires_grad, t.device, t.is_conj())))
         except RuntimeError:  # an inference tensor, or a layout without a storage of its own
             strided = t.layout is torch.strided and not t.is_nested
-            shape = (t.shape, t.stride()) if strided else t.layout
-            address = t.data_ptr() if strided else 0
-            odd = t.dtype, shape, None, t.requires_grad, t.device
-            found.append((versions_of([t])[0], address, odd))
+            form = (t.data_ptr(), t.shape, t.stride()) if strided else (0, t.layout)
+            found.append((versions_of([t])[0], (*form, t.dtype), (t.requires_grad, t.device)))
     return found
 
 
@@ -108,7 +109,7 @@ class Tracked:
     tag: int  # its number in the replicas
     tensor: Tensor
     kind: str = ""  # "parameter", "buffer", or "attribute" for others
-    seen: Seen = (-1, 0, ())  # at the last look
+    seen: Seen = (-1, (0,), ())  # at the last look
     spec_at: int = 0  # the revision since which it is as it is, but for contents
     content_at: int = 0  # the revision since which it has its contents
     place: Place | None = None
