@@ -32,6 +32,7 @@ from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import (
     BackwardRequest,
     ForwardRequest,
+    Mapped,
     StateNews,
     StateUpdate,
     TensorSpec,
@@ -170,8 +171,8 @@ class ReplicaModule:
         for tag, spec in news.specs.items():
             one = self._tracked.setdefault(tag, _Tracked(spec, _NOTHING))
             one.spec = spec
-            if spec.window is not None:
-                one.tensor = _made(spec, self._in_window(spec)[0])
+            if spec.place is not None:
+                one.tensor = _made(spec, self._in_window(spec.place, 0))
             elif tag not in contents:  # another flag
                 one.tensor = _made(spec, one.tensor.detach())
         into: list[Tensor] = []
@@ -222,10 +223,10 @@ class ReplicaModule:
             if exchange is not None:
                 exchange.spread(memory[begin:end])
 
-    def _in_window(self, spec: TensorSpec) -> list[Tensor]:
-        """Show a tensor in both of its windows, each with a storage and a version of its own."""
-        assert spec.window is not None and spec.there is not None
-        return [w.alone(spec.there, spec.offset) for w in self._windows[spec.window]]
+    def _in_window(self, place: Mapped, which: int) -> Tensor:
+        """Show a tensor in one of its two windows, with a storage and a version of its own."""
+        key, offset, spec = place
+        return self._windows[key][which].alone(spec, offset)
 
     def tensor(self, tag: int) -> Tensor:
         """Return the tensor of a tag."""
@@ -241,8 +242,8 @@ class ReplicaModule:
     def contents(self, tag: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""
         one = self._tracked[tag]
-        if one.spec.window is not None:
-            return self._in_window(one.spec)[1]
+        if one.spec.place is not None:
+            return self._in_window(one.spec.place, 1)
         return None if one.trained else self._run.views.get(tag, one.sent)
 
     # One forward.
@@ -293,7 +294,7 @@ class ReplicaModule:
         # Only now it is known which tensors a new structure still has.
         for tag in unused:
             del self._tracked[tag]
-        used_windows = {one.spec.window for one in self._tracked.values()}
+        used_windows = {one.spec.place[0] for one in self._tracked.values() if one.spec.place}
         for key in self._windows.keys() - used_windows:
             del self._windows[key]
         self._form = None
@@ -346,10 +347,10 @@ class ReplicaModule:
                 raise RuntimeError(_TRAINED.format(tuple(t.shape)))
             if one.tensor is t and (unlike or moved):  # the next forward has it, too
                 self._renew(tag)
-            elif accessed and one.spec.window is not None:
+            elif accessed and one.spec.place is not None:
                 # Let go of pages that a write made private.
-                pages = self._windows[one.spec.window][0].map
-                pages.madvise(mmap.MADV_DONTNEED, one.spec.offset, t.nbytes)
+                key, offset, _ = one.spec.place
+                self._windows[key][0].map.madvise(mmap.MADV_DONTNEED, offset, t.nbytes)
             # Upstream loses ``t.data = other`` where gradients are enabled.
             lost = replaced and not state.keeps_data and (one.spec.parameter or one.spec.grad)
             if unlike and state.was is not None and not lost:
@@ -362,15 +363,15 @@ class ReplicaModule:
 
     def _renew(self, tag: int) -> None:
         """Make a tensor anew for the next forward: this one's graph may have saved it."""
-        key, kept = self._tracked[tag].spec.window, self.contents(tag)
+        place, kept = self._tracked[tag].spec.place, self.contents(tag)
         anew = [self._tracked[tag]]
-        if key is not None:  # with all others there: it has one mapping
-            shared = self._windows[key][1]
+        if place is not None:  # with all others there: it has one mapping
+            key, shared = place[0], self._windows[place[0]][1]
             self._windows[key] = Window(shared.size, shared.duplicate(), mmap.MAP_PRIVATE), shared
-            anew = [one for one in self._tracked.values() if one.spec.window == key]
+            anew = [o for o in self._tracked.values() if o.spec.place and o.spec.place[0] == key]
         for one in anew:
-            if key is not None:
-                value = self._in_window(one.spec)[0]
+            if one.spec.place is not None:
+                value = self._in_window(one.spec.place, 0)
             else:
                 one.lost = kept is None
                 value = torch.empty_like(one.tensor).detach() if kept is None else kept.clone()

@@ -359,14 +359,13 @@ class Master:
         windows: dict[int, Window] = {}
         for one in self.records.values():
             if one.spec_at > revision:
-                t = one.tensor
-                spec = TensorSpec(one.kind == "parameter", t.requires_grad)
+                t, place = one.tensor, None
                 if way == "mapped" and one.place is not None:
                     key, offset, window = one.place
-                    spec = TensorSpec(*spec[:2], key, offset, *specs_of([t]))
+                    place = key, offset, specs_of([t])[0]
                     if key > revision:
                         windows[key] = window
-                specs[one.tag] = spec
+                specs[one.tag] = TensorSpec(one.kind == "parameter", t.requires_grad, place)
         run = self._run(way)
         laid = run.spec.key > revision
         ranges = run.ranges(0 if laid else revision)

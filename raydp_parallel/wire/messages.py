@@ -49,15 +49,16 @@ class Sources(NamedTuple):
     modules: dict[str, Source]  # the user's own that it has loaded, by name
 
 
+Mapped = tuple[int, int, Spec]
+"""Where a tensor lies: the number of one of the model's windows, the offset there, and how."""
+
+
 class TensorSpec(NamedTuple):
     """One tensor of a module, as a replica makes it."""
 
     parameter: bool
     grad: bool  # it requires a gradient
-    window: int | None = None  # which of the model's windows holds it; None: contents are sent
-    # Where it lies in that window, and how.
-    offset: int = 0
-    there: Spec | None = None
+    place: Mapped | None  # None: contents are sent
 
 
 class RunSpec(NamedTuple):
