@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Options
+from raydp_parallel import DataParallel, Options, gather, scatter, scatter_kwargs
 
 TWICE = "Trying to backward through the graph a second time"
 IN_PLACE = "modified by an inplace operation"
@@ -684,6 +684,14 @@ def test_B12_no_reference_cycles_and_no_graphs_left(step, quiet_gc):
     assert found[0] == found[1]
     # a reentrant checkpoint leaves a cycle of its own
     assert step is _checkpointed or found[0] == 0
+
+
+def test_B12_no_reference_cycles_of_batches(quiet_gc):
+    """What was split and joined is freed, of all kinds of containers."""
+    value = [leaf(4), {"deep": (leaf(4), "leaf")}, UserDict(x=leaf(4))]
+    gather(scatter(value, range(2)), "cpu")
+    gather(scatter_kwargs((value,), {"k": value}, range(2))[1], "cpu")
+    assert gc.collect() == 0
 
 
 def test_B12_output_holds_the_graph(quiet_gc):

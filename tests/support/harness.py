@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import itertools
 import os
@@ -299,34 +298,3 @@ def limited(
     finally:
         object.__setattr__(executor.options, "call_timeout", before)
         del executor.dispatcher._limit  # type: ignore[attr-defined]
-
-
-def cycles(call: Callable[[], Any]) -> list[str]:
-    """What of torch, the package and the tests only the collector would free after this call.
-
-    Names of types: another thread of this process, Ray's own, may leave its own meanwhile, which do
-    not count.
-    """
-    gc.collect()
-    gc.disable()
-    try:
-        call()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        return [
-            type(found).__name__
-            for found in gc.garbage
-            if _home(found) in ("torch", "raydp_parallel", "tests")
-        ]
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
-        gc.collect()
-
-
-def _home(found: object) -> str:
-    """The package of an object's type, or of a function."""
-    module = getattr(found, "__module__", None) or type(found).__module__
-    package = str(module).partition(".")[0]
-    return "tests" if package.startswith("test_") or package == __name__ else package
