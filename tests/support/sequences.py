@@ -182,7 +182,7 @@ class Plain(nn.Module):
         nodes = reachable(loss.grad_fn)
         used, unused = set[Tensor](), set[Tensor]()
         for chunks, params in cls.calls:
-            found = [leaves for root, leaves in chunks if root in nodes]
+            found = [leaves if root in nodes else set() for root, leaves in chunks]
             if any(w in leaves for w in params for leaves in found):
                 used.update(*found)
                 unused.update(w for w in params if not all(w in leaves for leaves in found))
@@ -717,8 +717,9 @@ def shown(p: Program, action: Action, draw: random.Random) -> Parts:
     """Take an action; an error is a part of what it shows."""
     try:
         for what, value in action(p, draw) or ():
-            value = value.detach()
-            yield what, value.to_dense() if value.is_sparse else value.clone()
+            if value.is_sparse:
+                what, value = f"{what}, sparse", value.to_dense()
+            yield what, value.detach().clone()
     except Exception as error:
         yield type(error).__name__, torch.zeros(())
         p.losses.clear()
