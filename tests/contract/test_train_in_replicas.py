@@ -9,7 +9,6 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,6 @@ def advance(model: DataParallel[Any], optimizer: Any, step: int) -> Tensor:
     return loss
 
 
-def norm_of(model: Any, optimizer: Any) -> Tensor:
-    """Return the norm of all gradients."""
-    if hasattr(optimizer, "grad_norm"):
-        return optimizer.grad_norm()  # type: ignore[no-any-return]
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-
-
 def compare(
     executor: Executor,
     program: Callable[..., Any],
@@ -115,15 +107,15 @@ def compare(
         torch.testing.assert_close(ours, theirs)
 
 
-def clipped(model: Any, optimizer: Any, most: float, own: bool = True) -> Tensor:
-    """Clip gradients, by the optimizer's own method or by torch's; returns their norm."""
-    if own and hasattr(optimizer, "clip_grad_norm_"):
+def clipped(optimizer: Any, most: float) -> Tensor:
+    """Clip gradients where they are; returns their norm."""
+    if hasattr(optimizer, "clip_grad_norm_"):
         return optimizer.clip_grad_norm_(most)  # type: ignore[no-any-return]
     return clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], most)
 
 
-def train(model: Any, optimizer: Any, clip: str = "") -> Any:
-    """Train six steps with a scheduler."""
+def train(model: Any, optimizer: Any) -> Any:
+    """Train six steps with a scheduler; half of the gradients are clipped."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     for step in range(6):
         torch.manual_seed(step)
@@ -134,8 +126,8 @@ def train(model: Any, optimizer: Any, clip: str = "") -> Any:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         yield loss
-        if clip:
-            yield clipped(model, optimizer, 0.3, clip == "own")
+        if step % 2:
+            yield clipped(optimizer, 0.3)
         optimizer.step()
         scheduler.step()
 
@@ -157,26 +149,21 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_T1_the_bits_of_the_optimizer_in_the_driver(kind: str, two: Executor) -> None:
-    """With a scheduler, and a batch of one chunk."""
-    made, settings = KINDS[kind]
-    compare(two, train, net, made, behind=6, **settings)
-
-
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Biases are a group of their own."""
     named = [*model.named_parameters()]
     biases, others = ([p for n, p in named if ("bias" in n) == of] for of in (True, False))
-    own = {"of the program's": np.ones(2)}
-    return [{"params": biases, "weight_decay": 0.0, **own}, {"params": others}]
+    return [{"params": biases, "lr": 0.002, "of the program's": np.ones(2)}, {"params": others}]
 
 
-@pytest.mark.parametrize("clip", ["torch", "own"])
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_T1_groups_and_clipping(clip: str, replicas: int, executors: Any) -> None:
-    """Clipping by torch or where the gradients are, with two groups."""
-    compare(executors(replicas), partial(train, clip=clip), net, params=groups)
+@pytest.mark.parametrize("kind", KINDS)
+def test_T1_the_bits_of_the_optimizer_in_the_driver(
+    kind: str, replicas: int, executors: Any
+) -> None:
+    """With two groups, a scheduler, and a batch of one chunk."""
+    made, settings = KINDS[kind]
+    compare(executors(replicas), train, net, made, groups, behind=6, **settings)
 
 
 def test_T1_two_nets(two: Executor) -> None:
@@ -258,7 +245,7 @@ def test_T5_gradients_that_the_program_changes(what: str, two: Executor) -> None
 
 
 def test_T5_gradients_that_the_program_keeps(two: Executor) -> None:
-    """They are those of their time, by whatever reads them; a frozen weight gets none."""
+    """They are those of their time, by whatever reads them."""
 
     def program(model: Any, optimizer: Any) -> Any:
         weight, x = model.module[0].weight, torch.ones(4, 6)
@@ -273,21 +260,6 @@ def test_T5_gradients_that_the_program_keeps(two: Executor) -> None:
         seen += [first.clone(), second.clone(), torch.tensor(second.tolist())]
         seen += [torch.from_numpy(second.numpy()), copy.deepcopy(second), second.norm()]
         seen += [pickle.loads(pickle.dumps(second)), torch.tensor(float(second[0, 0]))]
-        handle = weight.register_hook(lambda grad: seen.append(grad.clone()))
-        advance(model, optimizer, 1)
-        handle.remove()
-        seen += torch.autograd.grad(model(x).sum(), [weight])
-        x.requires_grad_()
-        (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        optimizer.zero_grad()
-        inner.square().sum().backward()
-        seen.append(weight.grad.clone())
-        optimizer.zero_grad()
-        out = model(x)
-        weight.requires_grad_(False)
-        out.sum().backward()
-        assert weight.grad is None
-        optimizer.step()
         return seen
 
     compare(two, program)
@@ -360,7 +332,7 @@ def test_T5_an_optimizer_that_keeps_what_it_was_given(two: Executor) -> None:
             optimizer.zero_grad()
             loss = model(torch.ones(8, 6) * (step + 1)).square().sum()
             loss.backward()
-            yield norm_of(model, optimizer)
+            yield clipped(optimizer, 1e9)
             optimizer.step()
 
     compare(two, program, wide, Looking, close=True, lr=1e-3)
@@ -514,39 +486,19 @@ def test_T2_a_newcomer_gets_the_steps_of_all_models(
     assert same(held(model, optimizer), held(plain, ordinary))
 
 
-def another_layer(net: Any, optimizer: Any) -> None:
-    """Replace one that has no parameters."""
-    net[1] = nn.ReLU()
-
-
-def another_group(net: Any, optimizer: Any) -> None:
-    """Add a layer, and let it be trained."""
-    net.append(nn.Linear(2, 2))
-    optimizer.add_param_group({"params": net[-1].parameters()})
-
-
-def another_rate(net: Any, optimizer: Any) -> None:
-    """Write to the tensor that it is."""
-    optimizer.param_groups[0]["lr"].mul_(0.5)
-
-
-def another_gradient(net: Any, optimizer: Any) -> None:
-    """Write to the one that lies in this process."""
-    net[0].weight.grad.zero_()
-
-
-def fewer_parameters(net: Any, optimizer: Any) -> None:
-    """Take one out of its group."""
-    del optimizer.param_groups[0]["params"][0]
-
-
-EDITS = another_layer, another_group, another_rate, another_gradient, fewer_parameters
+EDITS = {
+    "layer": "net[1] = nn.ReLU()",
+    "group": "net.append(nn.Linear(2, 2)); optimizer.add_param_group({'params': net[3].weight})",
+    "rate": "optimizer.param_groups[0]['lr'].mul_(0.5)",
+    "gradient": "net[0].weight.grad.zero_()",
+    "fewer parameters": "del optimizer.param_groups[0]['params'][0]",
+}
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
 def test_T2_a_death_in_the_step_before_an_edit(
-    edit: Any, resumed: bool, killable: Executor
+    edit: str, resumed: bool, killable: Executor
 ) -> None:
     """The step is made again with the module, the groups and the gradients as they were."""
     results = []
@@ -555,11 +507,11 @@ def test_T2_a_death_in_the_step_before_an_edit(
         model(torch.ones(8, 6)).square().mean().backward()
         if resumed:
             assert optimizer.state_dict()  # which replicas get again before the step
-        if edit is another_gradient:
+        if edit == "gradient":  # which lies in this process
             model.module[0].weight.grad = model.module[0].weight.grad * 2
         with dying(killable, 2 * resumed, "before") if deadly else contextlib.nullcontext():
             optimizer.step()
-        edit(model.module, optimizer)
+        exec(EDITS[edit], {"net": model.module, "optimizer": optimizer, "nn": nn})
         found = [model(torch.ones(8, 6))]
         advance(model, optimizer, 1)
         results.append([*found, *[t.clone() for t in model.state_dict().values()]])
