@@ -137,23 +137,16 @@ def assert_names(error: BaseException, path: list[str]) -> None:
         at = str(error).index(part, at) + len(part)
 
 
-@pytest.mark.parametrize("where", ["attribute", "config", "submodule", "buffer dict"])
-def test_unpicklable_module(where: str) -> None:
+def test_unpicklable_module() -> None:
     """A TypeError that names the path to what cannot travel; without it the same wrapper works."""
     net = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     model = DataParallel(net, TWO)
     model(torch.ones(2, 4))
-    owner, generator = net[1] if where == "submodule" else net, (i for i in range(3))
-    owner.thing, path = {
-        "attribute": (generator, ["module", "thing"]),
-        "config": (Holder({"files": [generator]}), ["module", "thing", "content", "files", "[0]"]),
-        "submodule": (generator, ["module", "1", "thing"]),
-        "buffer dict": ({"key": (0, generator)}, ["module", "thing", "key", "[1]"]),
-    }[where]
+    net[1].thing = Holder({"files": [0, (None, (i for i in range(3)))]})
     error = raised(lambda: model(torch.ones(2, 4)))
-    assert_names(error, path)
+    assert_names(error, ["module", "1", "thing", "content", "files", "[1]", "[1]"])
     assert "generator" in str(error)
-    del owner.thing
+    del net[1].thing
     assert model(torch.ones(2, 4)).shape == (2, 2)
 
 

@@ -210,25 +210,6 @@ def test_A4_a_class_that_only_the_replica_knows() -> None:
     assert str(error).rstrip().endswith("Local: text")
 
 
-@pytest.mark.parametrize("rows", [(0, 1, 2), (1, 2), (2,), (0,)])
-def test_A5_the_lowest_replica_wins_and_the_others_ran(
-    rows: tuple[int, ...], tmp_path: Any
-) -> None:
-    """Whichever is done first; what the others did stays done."""
-
-    def forward(_net: Any, x: Tensor) -> Tensor:
-        row = int(x[0])
-        if row in rows:
-            raise ValueError(f"row {row}")
-        (tmp_path / str(row)).touch()
-        return x
-
-    model = DataParallel(Apply(forward), ["cpu"] * 3)
-    error = raised(lambda: model(torch.arange(3.0).view(3, 1)))
-    assert f"in replica {rows[0]} on device cpu" in str(error)
-    assert sorted(os.listdir(tmp_path)) == [str(row) for row in range(3) if row not in rows]
-
-
 def test_A6_a_single_replica_of_several_devices_is_wrapped_and_a_single_device_is_not() -> None:
     """Two devices and one chunk: replica 0. One device: the exception as it is."""
     x = torch.tensor([[0.0]])
@@ -648,17 +629,6 @@ def test_A10_a_generator_that_the_module_holds() -> None:
     )
 
 
-def closure_of_a_dict(net: nn.Module) -> Any:
-    """As tutorials keep activations."""
-    activations: dict[str, Tensor] = {}
-
-    def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
-        activations["last"] = out.detach()
-
-    net.register_forward_hook(hook)
-    return activations
-
-
 def attributes_of_a_class(net: Any) -> Any:
     """Which replicas of upstream's share with the module."""
 
@@ -689,20 +659,12 @@ def hook(module, args, out):
     return lambda: space["log"] + [None] * space["number"]
 
 
-KEEPERS = closure_of_a_dict, names_of_a_script, attributes_of_a_class
-
-
-def content(kept: Any) -> Any:
-    """What a keeper kept, also what a function says."""
-    return copy.deepcopy(kept() if callable(kept) else kept)
-
-
-@pytest.mark.parametrize("keep", KEEPERS)
+@pytest.mark.parametrize("keep", [names_of_a_script, attributes_of_a_class])
 def test_A11_objects_of_the_program_that_hooks_change(keep: Any) -> None:
     """They stay as they were, forward after forward, with one warning at most."""
     net, x = nn.Linear(3, 3), torch.ones(4, 3)
     expected, kept = net(x), keep(net)
-    before, model = content(kept), DataParallel(net, CPUS)
+    before, model = kept(), DataParallel(net, CPUS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -711,7 +673,7 @@ def test_A11_objects_of_the_program_that_hooks_change(keep: Any) -> None:
             out.sum().backward()
     own = [w for w in caught if "backward hook is firing" not in str(w.message)]  # torch's
     assert len(own) <= 1
-    assert content(kept) == before
+    assert kept() == before
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

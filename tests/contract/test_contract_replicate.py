@@ -326,23 +326,6 @@ def test_R16_devices_may_be_any_collection(devices: Any) -> None:
     torch.testing.assert_close(torch.cat(parallel_apply(replicas, x.chunk(2))), net(x))
 
 
-def test_R16_replicas_can_be_called_and_differentiated_alone() -> None:
-    """It is called as the module is, and is the module as it is now."""
-    net = nn.Bilinear(3, 3, 2)
-    one, other = replicate(net, CPUS)
-    x, y = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
-    torch.testing.assert_close(one(x, y), net(x, y))
-    torch.testing.assert_close(one(x, input2=y), net(x, y))
-    other(x, y).sum().backward()
-    ours = net.weight.grad, x.grad
-    net.weight.grad = x.grad = None
-    net(x, y).sum().backward()
-    torch.testing.assert_close(ours, (net.weight.grad, x.grad))
-    with torch.no_grad():
-        net.weight.mul_(3)
-    torch.testing.assert_close(other(x, y), net(x, y))
-
-
 @made_of(
     conv=lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
     turned=lambda: nn.Parameter(torch.randn(4, 3).t()),

@@ -304,7 +304,7 @@ class Marked(nn.Module):
 
 
 def test_C17_methods_and_submodules_of_replicas() -> None:
-    """They run where the replica is; values are the module's."""
+    """They run where the replica is; values are the module's, as it is now."""
     net, x = Marked(), batch()
     first, second = raydp_parallel.replicate(net, TWO)
     assert (first.number, second.number, net.number) == (-1, -1, -1)
@@ -313,6 +313,9 @@ def test_C17_methods_and_submodules_of_replicas() -> None:
     first.inner(x).sum().backward()
     assert torch.equal(net.inner.bias.grad, torch.full((2,), 6.0))
     torch.testing.assert_close(first.forward(x), net(x))
+    with torch.no_grad():
+        net.inner.weight.mul_(3)
+    torch.testing.assert_close(second(x=x), net(x))
 
 
 @pytest.mark.parametrize(
