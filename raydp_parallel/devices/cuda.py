@@ -55,15 +55,8 @@ def take_given(kind: str, ids: Sequence[str]) -> torch.device:
     if kind == "cpu" or not (torch.cuda.is_available() or _has_gpus()):
         return torch.device("cpu")
     device = torch.device("cuda", 0 if masked else _number(ids))
-    try:
-        torch.zeros(1, device=device)
-        torch.cuda.set_device(device)
-    except (RuntimeError, AssertionError) as error:
-        raise RuntimeError(
-            f"Ray gave this replica GPU {', '.join(ids)}, and CUDA does not start there: {error}. "
-            "A GPU in compute mode EXCLUSIVE_PROCESS serves one process, and the driver's counts "
-            "if it uses that GPU"
-        ) from error
+    torch.zeros(1, device=device)
+    torch.cuda.set_device(device)
     if os.environ.get("OMP_NUM_THREADS") == "1":  # Ray's, where no CPU is booked
         torch.set_num_threads(min(_COPIERS, cores()))
     return device

@@ -32,9 +32,6 @@ _registry: dict[str | tuple[str, type[Warning], int], int] = {}
 class ReplicaTraceback(Exception):
     """The traceback of a replica's exception, as the cause of the one raised in the driver."""
 
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
 
 class NotLoaded(Exception):
     """Carries an exception, its cause, that came while arguments were loaded."""
@@ -96,7 +93,7 @@ def reraise(found: Failure, replica: str) -> None:
         )
     error = _exception(found.exception)
     if error is not None:
-        raise error from ReplicaTraceback(found.text)
+        raise error from ReplicaTraceback(f"\n{found.text}")
     kind, prefix = _loaded(found.kind), found.error_prefix or f"in {replica}"
     if kind is None:
         raise RuntimeError(f"Caught {found.name} {prefix}.\nOriginal {found.text}")

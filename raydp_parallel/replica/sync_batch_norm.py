@@ -17,12 +17,6 @@ from torch.autograd.function import FunctionCtx
 from raydp_parallel.wire import group
 
 
-def _needed() -> group.Exchange:
-    if group.current is None:
-        raise RuntimeError("synchronised batch norm was differentiated outside of its call")
-    return group.current
-
-
 class _Marked(FunctionCtx):
     mark: int  # of the exchange: the number of its layer
     sums: bool  # it gave the sum of rows
@@ -36,9 +30,10 @@ class Exchanged(Function):
     @staticmethod
     def forward(ctx: _Marked, own: Tensor, mark: int, sums: bool, count: int = 0) -> Tensor:
         ctx.mark, ctx.sums = mark, sums
+        assert group.current is not None  # backward is a part of the call, too
         if sums:
-            return torch.sum(_needed().swap(own, mark), 0)
-        return _needed().share(own, mark, count)
+            return torch.sum(group.current.swap(own, mark), 0)
+        return group.current.swap(own.expand(group.current.size, *own.shape), mark, count)
 
     @staticmethod
     def backward(ctx: _Marked, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,7 +73,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if group.current is None or not self.exchanges or odd:
             return nn.BatchNorm1d.forward(self, input)
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        mean, var, count = _statistics(exact, input.shape, self.number)
+        mean, var, count = _statistics(group.current, exact, input.shape, self.number)
         if self.training and self.track_running_stats:
             self._track(mean.detach(), var.detach() * (count / (count - 1)))
         shape = (1, -1, *[1] * (input.dim() - 2))
@@ -102,7 +97,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                     running.mul_(1 - factor).add_(found.to(running.dtype), alpha=factor)
 
 
-def _statistics(x: Tensor, shape: torch.Size, number: int) -> tuple[Tensor, Tensor, float]:
+def _statistics(
+    exchange: group.Exchange, x: Tensor, shape: torch.Size, number: int
+) -> tuple[Tensor, Tensor, float]:
     """Mean, variance and number of the values of each channel, over all chunks."""
     dims, channels = [0, *range(2, x.dim())], x.size(1)
     count = x.numel() // channels
@@ -114,7 +111,7 @@ def _statistics(x: Tensor, shape: torch.Size, number: int) -> tuple[Tensor, Tens
     own = torch.cat([x.new_full((1,), count), mean, squares])
     rows: Tensor = Exchanged.apply(own, number, False, count)
     counts = rows[:, :1].detach()
-    total = float(sum(_needed().numbers))  # without a wait for a GPU
+    total = float(sum(exchange.numbers))  # without a wait for a GPU
     if total <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {shape} and as "

@@ -43,7 +43,7 @@ _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 _GETSTATE = getattr(object, "__getstate__", None), getattr(nn.Module, "__getstate__", None)
 
 _FLAG = "_is_replica"
-"""Upstream's mark of a replica's modules, which lets `zero_grad` warn; it is no part of a look."""
+"""Upstream's mark of a replica's modules, which lets `zero_grad` warn."""
 
 _REFUSED = "Cannot replicate network where python modules are children of ScriptModule"
 
@@ -105,7 +105,7 @@ class _LookPickler(pickling.Pickler):
 
     def reducer_override(self, value: Any) -> object:
         kind = type(value)
-        if kind is nn.Parameter or isinstance(value, Tensor):
+        if kind is nn.Parameter or (isinstance(value, Tensor) and not value.is_meta):
             if isinstance(value, StandIn):
                 value = value.writable()
             if kind in _LAZY:
@@ -284,7 +284,6 @@ def _reduce_module(module: nn.Module) -> tuple[object, ...] | None:
         if not state.get(name, True):
             del state[name]
     state.pop("_compiled_call_impl", None)  # as torch's own __getstate__
-    state.pop(_FLAG, None)
     return *new, state, None, None, _set_state
 
 

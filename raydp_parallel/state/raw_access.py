@@ -15,9 +15,6 @@ from torch import Tensor
 _METHODS = ("numpy", "__array__", "__dlpack__")
 _PLAIN = inspect.getattr_static(Tensor, "data")
 
-data: Callable[[Tensor], Tensor] = _PLAIN.__get__
-"""Returns ``tensor.data``, of which nothing is noted."""
-
 SMALL = 1 << 20
 """Bytes up to which contents from before an access are kept, to tell reading from writing."""
 
@@ -55,10 +52,8 @@ def noting() -> Iterator[Touched]:
         type.__setattr__(Tensor, "data", property(*noted))  # type: ignore[arg-type]
         for name in _METHODS:
             type.__setattr__(Tensor, name, _noting(getattr(Tensor, name)))
-    before, _touched = _touched, {}
+    _touched = {}
     try:
         yield _touched
     finally:
-        if before is not None:
-            before.update(_touched)
-        _touched = before
+        _touched = None

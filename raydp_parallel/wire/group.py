@@ -159,7 +159,6 @@ class Exchange:
         self._patience = timedelta(seconds=request.timeout)
         self._begun: object = None  # the operation that is on its way
         self._nccl: object = None
-        self.closed = False
         # For one that dies now: less than the driver waits for an answer, also one after the other.
         third = self._patience / 3
         soon, options = min(third, timedelta(seconds=_SOON)), dist.ProcessGroupGloo._Options()
@@ -225,10 +224,6 @@ class Exchange:
         self._do(self._group, "alltoall_base", dist.AllToAllOptions(), got, own, [], [])
         return got.to(rows.device)
 
-    def share(self, row: Tensor, mark: int = 0, number: int = 0) -> Tensor:
-        """Give all members one row, and a number; returns the rows of all, by rank."""
-        return self.swap(row.expand(self.size, *row.shape), mark, number)
-
     def spread(self, run: Tensor) -> None:
         """Copy the root's run to those of all."""
         own, options = self._brought(run), dist.BroadcastOptions()
@@ -277,14 +272,13 @@ class Exchange:
     def exists(self) -> bool:
         """Tell if neither the driver nor a member has closed the group."""
         with contextlib.suppress(RuntimeError):
-            return not (self.closed or self._store.check([_GONE]))
+            return not self._store.check([_GONE])
         return False
 
     def close(self) -> None:
         """Leave the group; members that wait for this one get an error."""
         groups, begun = [self._gloo, self._nccl], self._begun
         self._gloo = self._nccl = self._group = self._begun = None
-        self.closed = True
         with contextlib.suppress(RuntimeError):
             self._store.set(_GONE, b"1")
         threading.Thread(target=_drop, args=[groups, begun], daemon=True).start()

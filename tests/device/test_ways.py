@@ -429,7 +429,7 @@ def test_staging_is_written_once_it_was_read(fault: str) -> None:
 @of_driver
 def test_layers_that_exchange_do_not_wait_for_the_gpu() -> None:
     """The host knows the number of all values from the meeting."""
-    alone = mock.Mock(share=lambda row, *_: row[None], swap=lambda rows, _: rows, numbers=[8])
+    alone = mock.Mock(size=1, swap=lambda rows, *_: rows, numbers=[8])
     layer, given = convert_sync_batchnorm(nn.BatchNorm1d(3)).to(GPU), torch.randn(8, 3)
     waits = standin.number("waits")
     with mock.patch.object(group, "current", alone):

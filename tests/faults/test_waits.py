@@ -270,7 +270,7 @@ def test_a_group_that_is_gone_cannot_be_joined(host: str | None) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         both = [*pool.map(member, range(2))]
-        rows = pool.map(lambda one: one.share(torch.tensor([one.rank])).tolist(), both)
+        rows = pool.map(lambda one: one.swap(torch.tensor([[one.rank]] * 2)).tolist(), both)
         assert [*rows] == [[[0], [1]]] * 2
     close_store(store)
     del store
