@@ -11,6 +11,8 @@ ResNet-50's tensors, but forward sleeps and so does backward. It has what a step
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,20 +68,10 @@ def residual() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
 
 
-class _Asleep(torch.autograd.Function):
-    """Sleeps in forward and in backward, as a process does whose GPU computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Wait for the chunk's outputs."""
-        time.sleep(FORWARD)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Wait for its gradients."""
-        time.sleep(BACKWARD)
-        return grad
+_SLEEP = functools.partial(next, map(time.sleep, itertools.repeat(BACKWARD)))
+"""A hook that sleeps, as a process does whose GPU computes. It is no function of Python's, as is
+nothing that a GPU runs: replicas compute no backward ahead that calls one.
+"""
 
 
 class Asleep(nn.Module):
@@ -91,7 +83,10 @@ class Asleep(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The net's output, later."""
-        found: Tensor = _Asleep.apply(self.net(x))
+        found: Tensor = self.net(x)
+        time.sleep(FORWARD)
+        assert found.grad_fn is not None
+        found.grad_fn.register_prehook(_SLEEP)
         return found
 
 

@@ -135,7 +135,7 @@ class ReplicaActor:
             torch.cuda.set_device(self._device)  # for "cuda" without a number; each thread has one
             if self._failed:
                 torch.cuda.synchronize()  # after a device-side assert this fails for ever
-        self._replica.prepare()
+        self._replica.prepare(self._channel is not None)  # through Ray a request is here already
         request = answer = None
         try:
             request = receive()

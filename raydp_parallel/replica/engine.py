@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 import numpy as np
 import torch
@@ -42,11 +45,43 @@ class _Head(Function):
 
     @staticmethod
     def backward(ctx: _Given, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.grads
+        row = None, *ctx.grads
+        if _Alone.begun is not None:
+            sys.setprofile(_watch)  # on a GPU this is another thread
+            _Alone.begun = True
+        return row
 
 
 class _Given(FunctionCtx):
     grads: Sequence[Tensor]
+
+
+class _Alone:
+    """State of a backward that nobody has asked for yet."""
+
+    begun: bool | None = None  # torch's engine has; None if there is no such backward
+
+
+def _watch(frame: FrameType, event: str, arg: object) -> None:
+    """Raise an exception before any Python function runs inside of the engine: a hook, a function
+    or a checkpoint of the module's would run twice if something else is asked for.
+    """
+    if _Alone.begun and event == "call":
+        raise RuntimeError
+    if _Alone.begun is None or (_Alone.begun and event != "return"):  # the engine has ended
+        _Alone.begun = None
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let one backward raise an exception before it runs what is not torch's own code."""
+    _Alone.begun = False
+    sys.setprofile(_watch)
+    try:
+        yield
+    finally:
+        _Alone.begun = None
 
 
 def differentiate(
@@ -85,9 +120,9 @@ def differentiate(
     return [next(found) if need else None for need in request.needed]
 
 
-def reachable(outputs: Sequence[Tensor]) -> set[int]:
-    """Return the ids of the leaves that outputs depend on."""
-    found = {id(t) for t in outputs}
+def reachable(outputs: Sequence[Tensor]) -> set[object]:
+    """Return the nodes that outputs depend on, and the ids of the leaves."""
+    found: set[object] = {id(t) for t in outputs}
     nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -97,4 +132,4 @@ def reachable(outputs: Sequence[Tensor]) -> set[int]:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-    return found
+    return found | seen

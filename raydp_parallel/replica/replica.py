@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 import warnings
 from concurrent.futures import Future, InvalidStateError
@@ -21,6 +22,7 @@ from raydp_parallel import batch
 from raydp_parallel.devices import ambient, threads
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.replica import engine, exceptions
+from raydp_parallel.replica.ahead import Ahead
 from raydp_parallel.replica.module import ForwardState, ReplicaModule
 from raydp_parallel.replica.resident import Resident
 from raydp_parallel.state import raw_access
@@ -58,6 +60,7 @@ class Model(NamedTuple):
 
     module: ReplicaModule
     resident: Resident
+    ahead: Ahead
 
 
 class Graph(NamedTuple):
@@ -80,17 +83,21 @@ class Replica:
         self._groups: dict[str, Exchange] = {}
         self._delivered: dict[int, Future[object]] = {}
         self._idle: ReplicaModule | None = None  # whose next module `prepare` makes
+        # The graph of the last request's forward, what may follow, and the seconds that this took.
+        self._last = 0, Ahead(), 0.0
 
     def answer(self, request: Request) -> Answer:
         """Do what a request asks for, and take down warnings, and the exception that ends it."""
-        begun = time.perf_counter()
+        (graph, ahead, seconds), self._last = self._last, (0, Ahead(), 0.0)
+        begun = time.perf_counter() - seconds
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
+                found = ahead.take(request, graph)
                 if isinstance(request, ForwardRequest):
                     answer = self._forward(request)
                 elif isinstance(request, BackwardRequest):
-                    answer = self._backward(request)
+                    answer = self._backward(request, found)
                 elif isinstance(request, ExchangeRequest):
                     self._exchange(request)
                     answer = Answer()
@@ -105,13 +112,32 @@ class Replica:
         busy = time.perf_counter() - begun
         return answer._replace(warnings=exceptions.caught(caught), busy=busy)
 
-    def prepare(self) -> None:
-        """Make the module of the next forward, while the driver is busy with the answer. After a
-        forward with a graph it is not busy for long: backward follows.
+    def prepare(self, early: bool) -> None:
+        """Do what comes next while the driver is busy with the answer: make the module of the next
+        forward; or compute the backward of this one, if its model's last ones were alike, and it is
+        ``early`` for that. If that warns, raises, or runs other code than torch's, the model has no
+        other computed ahead.
         """
-        if self._idle is not None:
+        number, ahead, _ = self._last
+        if self._idle is not None and not number:
             self._idle.prepare()
             self._idle = None
+        request, graph = ahead.next, self._graphs.get(number)
+        if not (request and graph and early) or graph.state.touched or sys.getprofile():
+            return
+        outputs = [graph.outputs[k] for k in request.outputs[0][1]]
+        others = {t.grad_fn for t in graph.outputs} - {t.grad_fn for t in outputs} - {None}
+        if others and not engine.reachable(outputs) >= others:
+            return  # these may be differentiated later
+        begun = time.perf_counter()
+        threads.use(self._device, request.terms.threads)
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with ambient.enter(request.terms.context), engine.alone():
+                ahead.found = engine.differentiate(outputs, request.grads, graph.leaves, request)
+        ahead.never = ahead.found is None
+        self._last = number, ahead, time.perf_counter() - begun
+        threads.rest()
 
     def deliver(self, number: int, value: object) -> None:
         """Take an object of Ray's store that an argument stands for."""
@@ -144,7 +170,7 @@ class Replica:
     def _train(self, request: Trained) -> Answer:
         """Do what a driver asks for whose optimizers are here."""
         if isinstance(request, ResumeRequest):
-            module, resident = self._updated(request.model, request.update)
+            module, resident, _ = self._updated(request.model, request.update)
             if not module.lacking:
                 resident.resume(request)
             return Answer(lacking=module.lacking)
@@ -161,7 +187,7 @@ class Replica:
         """Return a model, with the master's changes."""
         if number not in self._models:
             module = ReplicaModule(self._device)
-            self._models[number] = Model(module, Resident(module))
+            self._models[number] = Model(module, Resident(module), Ahead())
         model = self._models[number]
         if update is not None:
             known = update.base in (0, model.module.revision)
@@ -215,21 +241,27 @@ class Replica:
         except BaseException as error:  # what was written until then is written
             return Answer(failure=exceptions.failure(error, terms.error_prefix), writes=writes)
         if request.key is not None and any(t.requires_grad for t in value.tensors):
-            self._idle = None  # backward follows soon
             leaves = [*[state.tensors[n] for n in state.wanting], *inputs]
             marks = [*state.wanting, *[None] * len(inputs)]
             self._graphs[request.key] = Graph(value.tensors, leaves, marks, model, state)
+            if request.overlay is None:  # it does not run again
+                self._last = request.key, model.ahead, 0.0
             asked = {None, *request.asked}
             there = engine.reachable(value.tensors) if asked & {*marks} else ()
             pairs = zip(leaves, marks, strict=True)
             reached = bytes([n not in asked or id(t) in there for t, n in pairs])
         return Answer(value, reached=reached, anew=anew, writes=writes)
 
-    def _backward(self, request: BackwardRequest) -> Answer:
-        """Differentiate outputs of one chunk."""
+    def _backward(self, request: BackwardRequest, found: list[Tensor | None] | None) -> Answer:
+        """Differentiate outputs of one chunk, unless the gradients are there already."""
         self._forget(request.forget)
-        terms, home = request.terms, self._graphs[request.graph]
-        module, resident = home.model
+        terms, home, writes = request.terms, self._graphs[request.graph], Writes()
+        module, resident, _ = home.model
+        if not home.outputs:  # as torch says it, which has not seen the backward that was ahead
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: its saved tensors were freed. "
+                "Specify retain_graph=True if you need to backward through it again."
+            )
         outputs = [self._graphs[key].outputs[k] for key, row in request.outputs for k in row]
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in request.grads]
@@ -242,14 +274,17 @@ class Replica:
         needed, keeps = request.needed, max(request.needed, default=SENT) >= KEPT
         threads.use(self._device, terms.threads)
         with self._joined(terms.group) as exchange:
-            module.reenter(home.state, request)
             self._idle = module
             if keeps:
                 resident.drop_old(terms.chunk, home.tags, needed)
-            with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
-                found = engine.differentiate(outputs, grads, home.leaves, request)
-            # A checkpoint that ran again may have written once more.
-            writes = module.end(home.state)
+            if found is None:
+                module.reenter(home.state, request)
+                with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
+                    found = engine.differentiate(outputs, grads, home.leaves, request)
+                # A checkpoint that ran again may have written once more.
+                writes = module.end(home.state)
+            elif not request.keep:
+                home.outputs.clear()  # which frees it, as torch would have by now
             if request.derived is not None:
                 made = [grad for grad in found if grad is not None]
                 graph = Graph(made, given, [None] * len(given), home.model, home.state)

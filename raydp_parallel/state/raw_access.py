@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-_METHODS = ("numpy", "__array__", "__dlpack__")
+_METHODS = ("numpy", "__array__", "__dlpack__", "register_hook", "retain_grad")
+"""Those that give memory away, and those by which a tensor tells of a backward: none is computed
+ahead then.
+"""
 _PLAIN = inspect.getattr_static(Tensor, "data")
 
 SMALL = 1 << 20

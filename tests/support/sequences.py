@@ -430,11 +430,13 @@ def map_batches(p: Program, draw: random.Random) -> Parts:
 
 def with_loss(p: Program, draw: random.Random) -> Parts:
     p.exact = False  # a chunk's mean is weighted
-    zero(p, draw)
-    x = p.batch(draw)
-    p.backward(loss := p.model.with_loss(nn.MSELoss())(x, x[:, :2]))
-    yield "loss", loss
-    p.step()
+    x, scale = p.batch(draw), 1.0
+    for _ in range(draw.choice((1, 1, 4))):  # backwards of the last ones may be there by then
+        zero(p, draw)
+        scale *= draw.choice((1.0, 1.0, 1.0, 2.0))
+        p.backward(scale * (loss := p.model.with_loss(nn.MSELoss())(x, x[:, :2])))
+        yield "loss", loss
+        p.step()
 
 
 def twice(p: Program, draw: random.Random) -> None:
