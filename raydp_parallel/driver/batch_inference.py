@@ -15,10 +15,8 @@ Begin = Callable[[int, tuple[object, ...], dict[str, object]], Callable[[], obje
 
 def check(in_flight: object, on_error: object) -> None:
     """Check the arguments of `DataParallel.map`."""
-    if in_flight is not None and type(in_flight) is not int:
-        raise TypeError(f"map: in_flight must be an int or None, got {in_flight!r}")
-    if in_flight is not None and in_flight < 1:
-        raise ValueError(f"map: in_flight={in_flight}, expected at least 1")
+    if in_flight is not None and (type(in_flight) is not int or in_flight < 1):
+        raise ValueError(f"map: in_flight={in_flight!r}, expected None or an int, at least 1")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"map: on_error={on_error!r}, expected 'raise' or 'skip'")
 

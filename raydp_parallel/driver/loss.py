@@ -62,7 +62,7 @@ def function_of(criterion: object) -> Function | None:
     if isinstance(criterion, nn.Module):
         own, cls = vars(criterion), type(criterion)
         plain = cls.__call__ is nn.Module.__call__ and not any(map(own.get, _OWN))
-        found = [f for kind, (f, _) in _FORWARDS.items() if getattr(cls, "forward", None) is kind]
+        found = _FORWARDS.get(getattr(cls, "forward", nn.Module.forward))  # a script has none
         return found[0] if plain and found else None
     if isinstance(criterion, functools.partial) and not criterion.args:
         criterion = criterion.func
@@ -79,7 +79,6 @@ class LossCall:
     targets: int | tuple[str, ...] = 1  # the last positional arguments, or keywords
     reduction: str | None = None
     count: Function | None = None  # the divisor, of the output and the targets
-    known: bool = False  # one of torch's
     dim: int = 0  # along which the batch is split
     whole: bool = False  # one chunk is the batch
 
@@ -89,15 +88,11 @@ class LossCall:
         """
         function, reduction = function_of(self.criterion), self.reduction
         name = getattr(self.criterion, "__qualname__", type(self.criterion).__qualname__)
-        if (function is not None) != self.known:
-            raise ValueError("with_loss: the criterion got, or lost, hooks: call with_loss() again")
         if function is not None:
             settings = getattr(self.criterion, "keywords", {})
             if {"size_average", "reduce"} & settings.keys():
                 raise ValueError("with_loss: size_average, reduce are deprecated: give reduction")
             own = getattr(self.criterion, "reduction", settings.get("reduction", "mean"))
-            if own not in _REDUCTIONS and (own, function) != ("batchmean", F.kl_div):
-                raise ValueError(f"{name}: reduction={own!r}, expected 'mean', 'sum' or 'none'")
             if self.count is not None or reduction not in (None, own):
                 raise ValueError(f"{name} has reduction={own!r}, and takes no count or other")
             by_rows = _DIMS[function] > 1 or own == "batchmean"
@@ -229,9 +224,10 @@ def loss_call(
         raise TypeError(f"with_loss: targets={targets!r}, expected how many, or names of keywords")
     if reduction is not None and inspect.isroutine(criterion) and criterion in _DIMS:
         criterion = functools.partial(criterion, reduction=reduction)
-    found = LossCall(criterion, targets, reduction, count, function_of(criterion) is not None)
+    found = LossCall(criterion, targets, reduction, count)
     found.for_chunks(1, 0)  # raises what is wrong
-    return replace(found, reduction=None) if found.known else found  # it has its own in each call
+    # One of torch's has its own in each call.
+    return replace(found, reduction=None) if function_of(criterion) else found
 
 
 def _divisor(function: Function, output: Tensor, given: Keywords, dim: int) -> object:

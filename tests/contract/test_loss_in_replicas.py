@@ -301,14 +301,13 @@ def test_T6_it_has_to_be_known_how_losses_add_up(executors: Any) -> None:
     hooked = nn.CrossEntropyLoss()
     late = model.with_loss(hooked, reduction="mean")
     hooked.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="got, or lost, hooks"):
+    with pytest.raises(ValueError, match="CrossEntropyLoss needs"):
         late(x, y)
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (nn.CrossEntropyLoss, {}, "got <class"),
         ("mse", {}, "got 'mse'"),
         (nn.MSELoss(), {"reduction": "sum"}, "MSELoss has reduction='mean'"),
         (nn.MSELoss(), {"count": words}, "takes no count"),
-        (nn.MSELoss(reduction="nonsense"), {}, "'nonsense', expected 'mean'"),
         (of_words, {"count": 3}, "count must be a function, got int"),
         (of_words, {"count": words, "reduction": "sum"}, "count= for a mean alone"),
         (of_words, {"reduction": "batchmean"}, "of_words needs"),
