@@ -160,14 +160,13 @@ class ReplicaModule:
             self._windows[key] = window, Window(window.size, window.duplicate())
         if news.structure is not None:
             self._structure, self._kept = news.structure, {}
+        if news.structure is not None or news.run is not None or news.specs:
             self._form = self._next = None
+            self._kept.pop(None, None)  # nothing may hold the memory of before
         self._bring(news, update, exchange)
         views = self._run.views
         contents = {tag: views[tag] for tag in news.versions if tag in views}
         contents.update(zip(news.tags, update.contents, strict=True))
-        if news.specs:  # nothing may hold the memory of before
-            self._form = self._next = None
-            self._kept.pop(None, None)
         for tag, spec in news.specs.items():
             one = self._tracked.setdefault(tag, _Tracked(spec, _NOTHING))
             one.spec = spec
@@ -212,7 +211,7 @@ class ReplicaModule:
             else:
                 memory = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
             views = dict(zip(news.run.tags, layout.views(memory), strict=True))
-            self._run, self._form, self._next = _Run(window, memory, layout, views), None, None
+            self._run = _Run(window, memory, layout, views)
         window, memory, *_ = self._run
         takes = exchange is None or exchange.rank == exchange.root
         for i, (begin, end) in enumerate(news.ranges):
@@ -271,7 +270,11 @@ class ReplicaModule:
         return state
 
     def _make(self, overlay: dict[int, Tensor]) -> ForwardState:
-        form = self._form = self._form or _Form(self._run, self._tracked)
+        if self._form is None:
+            used_windows = {one.spec.place[0] for one in self._tracked.values() if one.spec.place}
+            self._windows = {key: self._windows[key] for key in used_windows}
+            self._form = _Form(self._run, self._tracked)
+        form = self._form
         tensors: dict[int, Tensor] = {}
         for tag, one in self._tracked.items():
             if one.tensor.requires_grad != one.spec.grad:  # a forward has changed the flag
@@ -294,9 +297,6 @@ class ReplicaModule:
         # Only now it is known which tensors a new structure still has.
         for tag in unused:
             del self._tracked[tag]
-        used_windows = {one.spec.place[0] for one in self._tracked.values() if one.spec.place}
-        for key in self._windows.keys() - used_windows:
-            del self._windows[key]
         self._form = None
         return self._make(overlay)
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -435,14 +436,19 @@ def test_an_edit_is_found_between_a_new_layout_and_the_next_forward(two: Executo
 
 
 def test_edits_of_weights_that_moved_to_a_common_window(two: Executor) -> None:
-    """As too many lie in windows of their own: a replica could keep the last mapping of one."""
+    """As too many lie in windows of their own: a replica keeps no mapping of before."""
     net = nn.Sequential()
     model = DataParallel(net, executor=two)
+
+    def windows(_: nn.Module, x: Tensor) -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:raydp_parallel")
+
     for _ in range(20):
         net.append(nn.Linear(160, 160, bias=False))  # each fills more than a page
         with torch.no_grad():
             net[0].weight.neg_()
             torch.testing.assert_close(model(torch.ones(4, 160)), net(torch.ones(4, 160)))
+    assert model.run(windows, torch.ones(4))[0] < 20
 
 
 def test_an_edit_while_batches_are_in_flight(sent: Any) -> None:
