@@ -39,13 +39,19 @@ def _users(t: Tensor) -> int:
     return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata))
 
 
-_alone = _users(torch.empty(1, device="cpu"))
-"""The count of a tensor that shares its memory with no other one."""
+_alone: int | None = None
+"""The count of a tensor that shares its memory with no other one. It was tried, as another torch
+may count otherwise, or have no count: then no memory is used again."""
+with contextlib.suppress(AttributeError):
+    _lone = torch.empty(1, device="cpu")
+    _count = _users(_lone)
+    _view = _lone.detach()
+    _alone = _count if _users(_view) > _count else None
 
 
 def is_used(t: Tensor) -> bool:
     """Tell if another tensor may show the same memory."""
-    return _users(t) > _alone
+    return _alone is None or _users(t) > _alone
 
 
 def _staging(

@@ -105,7 +105,7 @@ class _LookPickler(pickling.Pickler):
 
     def reducer_override(self, value: Any) -> object:
         kind = type(value)
-        if kind is nn.Parameter or (isinstance(value, Tensor) and not value.is_meta):
+        if kind is nn.Parameter or isinstance(value, Tensor):
             if isinstance(value, StandIn):
                 value = value.writable()
             if kind in _LAZY:

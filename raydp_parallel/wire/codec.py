@@ -84,7 +84,7 @@ class _ValuePickler(pickling.Pickler):
     tensors: list[Tensor]
 
     def reducer_override(self, value: object) -> pickling.Reduced:
-        if isinstance(value, Tensor) and not value.is_meta:
+        if isinstance(value, Tensor) and not (type(value) is Tensor and value.is_meta):
             self.tensors.append(value.writable() if isinstance(value, StandIn) else value)
             return _tensor, (len(self.tensors) - 1,)
         return super().reducer_override(value)
@@ -155,6 +155,8 @@ class Packet(pickle.Pickler):
             return plain
         if type(value) is not Tensor and type(value) is not nn.Parameter:
             reduced = _reduce_subclass(value)
+        elif value.is_meta:
+            return _as_usual(value)
         elif value.is_nested or value.is_quantized:
             reduced = _reduce_whole(value)
         elif value.layout is not torch.strided:  # torch describes it by the plain ones that it has
@@ -169,7 +171,7 @@ class Packet(pickle.Pickler):
         more than the rest.
         """
         for t in tensors:
-            odd = type(t) is not Tensor and type(t) is not nn.Parameter
+            odd = (type(t) is not Tensor and type(t) is not nn.Parameter) or t.is_meta
             odd = odd or t.layout is not torch.strided or t.is_nested or t.is_quantized
             if odd or not (t.is_contiguous() or is_dense(t)):
                 return False

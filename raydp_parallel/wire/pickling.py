@@ -69,7 +69,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return *object.__reduce_ex__(value, self.proto), set_state
         if kind is types.GeneratorType:
             raise TypeError("return or give a list or a tuple, instead of yielding")
-        if isinstance(value, Tensor) and value.is_meta:
+        if kind is Tensor and value.is_meta:
             raise TypeError("on the device 'meta' it has no contents; make it on the CPU or a GPU")
         if isinstance(value, io.TextIOWrapper):
             # cloudpickle would send a copy of its contents
