@@ -57,6 +57,14 @@ Inputs = tuple[object, ...]
 """Positional arguments of a call."""
 
 
+class _Weighed(list[object]):
+    """Outputs of chunks of some rows, by which means of them are weighed."""
+
+    def __init__(self, rows: Sequence[int], outputs: Iterable[object]) -> None:
+        super().__init__(outputs)
+        self.rows = rows
+
+
 class DataParallel(nn.DataParallel[T]):
     """Runs a module on the GPUs of a Ray cluster, as `torch.nn.DataParallel` does on those of one
     process.
@@ -377,10 +385,9 @@ class DataParallel(nn.DataParallel[T]):
                 "Options(scalars='mean'): the rows of chunks are not known, because all "
                 "arguments that are split are references"
             )
-        gather = self.gather  # [10] gather
-        if self._own("gather"):
-            gather = functools.partial(batch.gather, dim=self.dim, scalars=scalars, weights=rows)
-        return called, args, named, lambda outputs: gather(outputs, self.output_device)
+        made = list if scalars == "vector" else functools.partial(_Weighed, rows)
+        # [10] gather
+        return called, args, named, lambda outputs: self.gather(made(outputs), self.output_device)
 
     def _run_in_place(self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool) -> Any:
         """Call the module itself, as upstream does with one device."""
@@ -427,7 +434,9 @@ class DataParallel(nn.DataParallel[T]):
     @ambient.uncompiled
     def gather(self, outputs: Iterable[object], output_device: Device) -> Any:
         """Make one output of all chunks'."""
-        return batch.gather(outputs, output_device, self.dim, scalars=self._options.scalars)
+        rows = getattr(outputs, "rows", None)
+        scalars = self._options.scalars if rows is None else "mean"
+        return batch.gather(outputs, output_device, self.dim, scalars=scalars, weights=rows)
 
     # Beyond upstream.
 

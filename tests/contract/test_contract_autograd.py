@@ -203,9 +203,9 @@ def test_B3_no_zeros_for_inputs_nor_where_no_parameter_is_used(model):
     return found
 
 
-def test_B3_B4_option_none_is_the_plain_module():
-    """Gradients of parameters stay None that no replica used; to ask for one is an error, unless
-    that is allowed.
+def test_B3_B4_option_none_is_the_plain_module(executors):
+    """Gradients of parameters stay None that no replica used, in whichever way it is called; to ask
+    for one is an error, unless that is allowed.
     """
     x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 2.0, 3.0]])
 
@@ -221,15 +221,11 @@ def test_B3_B4_option_none_is_the_plain_module():
     assert models.ours.module.two.weight.grad is None
     by_sign, signs = Sometimes(), torch.eye(4)[:2] - 0.5
     parity(by_sign, lambda model: model(signs).sum().backward(), plain=False, options=option)
-
-
-def test_B3_option_none_holds_for_each_way_to_call(executors):
-    """For a call that one replica runs, and for upstream's functions with an executor's options."""
-    net, x, executor = branches(), data(4, 3), executors(1, name="none", unused_grads="none")
-    model = DataParallel(net, ["cpu"] * 2, options=Options(unused_grads="none"))
+    net, executor = branches(), executors(1, name="none", unused_grads="none")
     replicas = raydp_parallel.replicate(net, ["cpu"], executor=executor)
-    model.call("forward", x, split=False).sum().backward()
     raydp_parallel.parallel_apply(replicas, [x])[0].sum().backward()
+    model = DataParallel(net, ["cpu"] * 2, options=option)
+    model.call("forward", x, split=False).sum().backward()
     assert net.two.weight.grad is None
 
 
@@ -721,6 +717,14 @@ def test_B13_weighted_mean_is_the_batch_mean(model):
     loss = model(data(7, 3))
     loss.backward()
     return loss.detach()
+
+
+def test_B13_chunks_are_weighed_where_gather_is_overridden(two):
+    """As one that asks the class's gives it what it was given."""
+    net, x = mean_square(), data(5, 3)
+    model = DataParallel(net, executor=two, options=Options(scalars="mean"))
+    model.gather = lambda *given: 2 * DataParallel.gather(model, *given)
+    assert_close(model(x), 2 * net(x))
 
 
 @made_of(layer=(3, 2), constant=lambda: nn.Parameter(torch.arange(2.0)))
