@@ -336,7 +336,7 @@ class ReplicaModule:
             suspect = moved or accessed or tag in form.loose
             if suspect and not unlike and tag not in form.fresh:
                 kept = self.contents(tag) if first else None
-                if kept is None and accessed:
+                if kept is None and accessed and not moved:
                     kept = touched[_storage(t)]
                 if kept is not None and kept.shape == t.shape:
                     unlike = not same(t, kept)
