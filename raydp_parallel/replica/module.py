@@ -157,7 +157,7 @@ class ReplicaModule:
         if news.sources is not None:
             sources.follow(news.sources)
         for key, window in update.windows.items():
-            self._windows[key] = window, Window(window.size, window.duplicate())
+            self._windows[key] = window.private(), window
         if news.structure is not None:
             self._structure, self._kept = news.structure, {}
         if news.structure is not None or news.run is not None or news.specs:
@@ -203,11 +203,9 @@ class ReplicaModule:
         this replica computes in, it is there.
         """
         if news.run is not None:
-            layout, theirs = Layout(news.run.specs), update.window
-            window = None if theirs is None else Window(theirs.size, theirs.duplicate())
+            layout, window = Layout(news.run.specs), update.window
             if window is not None and self.device.type == "cpu":
-                memory = window.memory[: layout.size]
-                window = None
+                memory, window = window.memory[: layout.size], None
             else:
                 memory = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
             views = dict(zip(news.run.tags, layout.views(memory), strict=True))
@@ -367,7 +365,7 @@ class ReplicaModule:
         anew = [self._tracked[tag]]
         if place is not None:  # with all others there: it has one mapping
             key, shared = place[0], self._windows[place[0]][1]
-            self._windows[key] = Window(shared.size, shared.duplicate(), mmap.MAP_PRIVATE), shared
+            self._windows[key] = shared.private(), shared
             anew = [o for o in self._tracked.values() if o.spec.place and o.spec.place[0] == key]
         for one in anew:
             if one.spec.place is not None:

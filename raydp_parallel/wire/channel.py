@@ -17,7 +17,6 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import mmap
 import pickle
 import socket
 import struct
@@ -127,7 +126,7 @@ class Channel:
             total = memory.total(window.memory[: layout.size])
         shared = [other.size for other in packet.windows]
         # The number of the layout and, where the other end does not know them, its specs, the size
-        # of a new window, its description on a GPU, and sizes of windows to map privately.
+        # of a new window, its description on a GPU, and sizes of windows that the message shares.
         about = pickle.dumps((number, new, near, size, export, shared, total))
         data = b"".join((_HEADER.pack(len(packet.body), len(about)), about, packet.body))
         self._sock.settimeout(timeout)
@@ -172,7 +171,7 @@ class Channel:
             self._in[near] = Window(size, fds.pop(0))
         if new is not None:
             self._theirs[number] = Layout(new)
-        windows = [Window(n, fd, mmap.MAP_PRIVATE) for n, fd in zip(shared, fds, strict=True)]
+        windows = [Window(n, fd) for n, fd in zip(shared, fds, strict=True)]
         layout, device = self._theirs[number], device or self._device
         self.moved[1] += layout.size
         self._way = []

@@ -110,9 +110,9 @@ class Window(Run):
         if self._unused == _SELDOM and not self.registered:
             self.map.madvise(mmap.MADV_REMOVE)
 
-    def duplicate(self) -> int:
-        """Return another descriptor of the memory, for another window on it."""
-        return os.dup(self.fd)
+    def private(self) -> Window:
+        """Map the memory once more: what is written there stays there."""
+        return Window(self.size, os.dup(self.fd), mmap.MAP_PRIVATE)
 
     def alone(self, spec: Spec, offset: int) -> Tensor:
         """Show one tensor with a storage of its own: `torch.save` writes whole storages."""
