@@ -77,9 +77,7 @@ def open_store(members: int, host: str | None) -> tuple[object, Window | tuple[s
     if host is None:
         window = Window((members + 1) * _PART)
         return window, window
-    listener = socket.socket()
-    listener.bind((host, 0))  # torch by itself would listen on all interfaces
-    listener.listen(128)
+    listener = socket.create_server((host, 0))  # torch by itself would listen on all interfaces
     port = listener.getsockname()[1]
     with contextlib.ExitStack() as spare:  # where torch finds too few, it ends the process
         for _ in range(_DESCRIPTORS):
