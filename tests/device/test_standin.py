@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import types
-import unittest
 from collections.abc import Iterator
 from typing import Any
 
 import on_gpus
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 if on_gpus.asked() in ("cpu", "cuda"):
     pytest.skip("the driver has no stand-in GPU: --device cuda:0", allow_module_level=True)
@@ -287,80 +284,3 @@ def test_nccl(tmp_path: Any, code: str) -> None:
     both[1].communicate(timeout=100)
     said = [*out.split(), *error.splitlines()[-1:]]
     assert " ".join(said).replace("torch.distributed.DistBackendError: ", "") == MEMBERS[code]
-
-
-def _laid(t: Tensor, form: Any) -> Tensor:
-    return t if form is None or t.dim() != 4 else t.to(memory_format=form)
-
-
-def _moved(value: Any, device: str, form: Any) -> Any:
-    def one(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        new = _laid(t.detach().clone(), form)
-        return new.to(device).requires_grad_(t.requires_grad)
-
-    return torch.utils._pytree.tree_map(one, value)
-
-
-def _run(module: nn.Module, given: Any, device: str, form: Any) -> list[Any]:
-    """Outputs, gradients and buffers."""
-    args, kwargs = _moved((given.args, given.kwargs), device, form)
-    torch.manual_seed(2)
-    leaves = torch.utils._pytree.tree_leaves
-    outputs = [t for t in leaves(module(*args, **kwargs)) if isinstance(t, Tensor)]
-    losses = [(t * torch.rand(t.shape).to(t)).sum().abs() for t in outputs if t.requires_grad]
-    if losses:
-        sum(losses).backward()  # type: ignore[union-attr]
-    inputs = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
-    grads = [t.grad for t in [*inputs, *module.parameters()]]
-    return [*outputs, *grads, *module.buffers()]
-
-
-def _cases(form: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Each module of torch's, as torch tests it, with its arguments."""
-    stub = types.SimpleNamespace(TestCase=unittest.TestCase)
-    sys.modules.setdefault("expecttest", stub)  # type: ignore[arg-type]
-    from torch.testing._internal.common_modules import module_db
-
-    for info, dtype in [(i, d) for i in module_db for d in (torch.float64, torch.complex128)]:
-        modes = (True, False) if info.train_and_eval_differ else (True,)
-        for mode in modes if dtype in info.dtypes else ():
-            how = {"device": "cpu", "dtype": dtype, "requires_grad": True, "training": mode}
-            for given in info.module_inputs_func(info, **how):
-                made = given.constructor_input
-                if given.forward_input is None:  # it tests the constructor
-                    continue
-                module = info.module_cls(*made.args, **made.kwargs).to(dtype).train(mode)
-                if "Lazy" in info.name:
-                    module(*given.forward_input.args)
-                for p in module.parameters():
-                    p.data = _laid(p.data, form)
-                yield f"{info.name} {dtype} {mode}", module, given.forward_input
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", [None, torch.channels_last])
-def test_modules_compute_what_they_do_on_a_cpu(form: Any) -> None:
-    """All of torch's: outputs, gradients and buffers, in double precision, also of tensors with
-    channels last.
-    """
-    close = {"rtol": 1e-9, "atol": 1e-11, "equal_nan": True}
-    count, wrong = 0, []
-    with torch.device("cpu"):
-        for name, module, given in _cases(form):
-            if form is not None and name.startswith("nn.NLLLoss"):
-                continue  # torch's backward takes no such input on a CPU
-            count, there = count + 1, copy.deepcopy(module).to(HERE)
-            try:
-                both = _run(module, given, "cpu", form), _run(there, given, "cuda:0", form)
-                for right, found in zip(*both, strict=True):
-                    assert (right is None) == (found is None)
-                    if right is not None:
-                        assert (right.device.type, found.device) == ("cpu", HERE)
-                        found = found.detach().cpu()
-                        torch.testing.assert_close(found, right.detach(), **close)
-            except Exception as error:
-                wrong.append(f"{name}: {type(error).__name__} {error}")
-    assert count > 2000
-    assert not wrong, "\n".join(wrong)
