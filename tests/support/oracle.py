@@ -18,11 +18,12 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 DEVICES = 2
 """How many devices there are when none are named."""
@@ -35,38 +36,38 @@ place = torch.device("cpu")
 # --- the CUDA copies, after torch/csrc/cuda/comm.cpp ---
 
 
-def _broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], devices: Sequence[int], _size: int
-) -> list[list[Any]]:
-    """The tensors themselves on the first device, copies on the others."""
-    return [list(tensors), *([tensor.detach().clone() for tensor in tensors] for _ in devices[1:])]
+def copies(to: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
+    """What a build without CUDA lacks, by its names in ``torch._C``.
+
+    Args:
+        to: Gives a tensor itself where it is on that device, and else a copy there; -1 is the CPU.
+    """
+
+    def broadcast(tensors: Sequence[Tensor], devices: Sequence[int], _size: int) -> list[list[Any]]:
+        return [[*tensors], *([to(t.detach(), device) for t in tensors] for device in devices[1:])]
+
+    def scatter(
+        tensor: Tensor, devices: Sequence[int], _sizes: None, dim: int, _streams: Any
+    ) -> list[Tensor]:
+        if not devices:
+            raise RuntimeError("Expected at least one device to scatter to")
+        return [*map(to, tensor.chunk(len(devices), dim), devices)]
+
+    def gather(tensors: Sequence[Tensor], dim: int, destination: int) -> Tensor:
+        expected = [*tensors[0].shape]
+        for index, t in enumerate(tensors):
+            if t.dim() != len(expected):
+                raise RuntimeError("Gather input tensors must have the same number of dimensions")
+            expected[dim] = t.size(dim)
+            if [*t.shape] != expected:
+                text = f"Input tensor at index {index} has invalid shape {[*t.shape]}"
+                raise RuntimeError(f"{text}, but expected {expected}")
+        return torch.cat([to(t, destination).to(tensors[0].dtype) for t in tensors], dim)
+
+    return {"_broadcast_coalesced": broadcast, "_scatter": scatter, "_gather": gather}
 
 
-def _scatter(
-    tensor: torch.Tensor, devices: Sequence[int], _sizes: None, dim: int, _streams: Any
-) -> list[torch.Tensor]:
-    """A view for the first device, copies for the others."""
-    if not devices:
-        raise RuntimeError("Expected at least one device to scatter to")
-    chunks = tensor.chunk(len(devices), dim)
-    return [chunk.clone() if index else chunk for index, chunk in enumerate(chunks)]
-
-
-def _gather(tensors: Sequence[torch.Tensor], dim: int, _destination: int) -> torch.Tensor:
-    """One tensor with the first one's options; the others' values are cast on the way in."""
-    expected = list(tensors[0].shape)
-    for index, tensor in enumerate(tensors):
-        if tensor.dim() != len(expected):
-            raise RuntimeError("Gather input tensors must have the same number of dimensions")
-        expected[dim] = tensor.size(dim)
-        if list(tensor.shape) != expected:
-            raise RuntimeError(
-                f"Input tensor at index {index} has invalid shape {list(tensor.shape)}"
-            )
-    return torch.cat([tensor.to(tensors[0].dtype) for tensor in tensors], dim)
-
-
-def _reduce_add(inputs: Sequence[torch.Tensor], _destination: int | None = None) -> torch.Tensor:
+def _reduce_add(inputs: Sequence[Tensor], _destination: int | None = None) -> Tensor:
     if len(inputs) == 1:
         return inputs[0]
     total = inputs[0] + inputs[1]
@@ -158,9 +159,7 @@ _package = ModuleType(_PACKAGE)
 _package.__path__ = []
 sys.modules[_PACKAGE] = _package
 
-_copies = _Instead(
-    torch._C, _broadcast_coalesced=_broadcast_coalesced, _scatter=_scatter, _gather=_gather
-)
+_copies = _Instead(torch._C, **copies(lambda t, device: t.clone() if device else t))
 comm = _package.comm = _load("comm", torch=_Instead(torch, _C=_copies), reduce_add=_reduce_add)  # type: ignore[attr-defined]
 _streams = _Instead(torch, accelerator=_accelerator, cuda=_cuda)
 _functions = _load("_functions", torch=_streams)
