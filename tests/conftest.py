@@ -200,8 +200,6 @@ class Executors:
     def __call__(self, count: int = 2, **options: Any) -> Any:
         """Give an executor with so many CPU replicas, all of which are ready."""
         chosen = Options(**options)
-        if chosen.name is None:
-            return self._part(count, chosen)
         found = self._made.pop((count, chosen), None)
         if found is None or found.closed:
             found = raydp_parallel.Executor(["cpu"] * count, options=chosen)
@@ -209,19 +207,6 @@ class Executors:
         found.grow(120)  # an earlier test may have ended a replica
         assert len(found.replicas()) == count, "an earlier test has added replicas"
         return found
-
-    def _part(self, count: int, options: Any) -> Any:
-        from part_of_executor import PartOfExecutor
-
-        from raydp_parallel.driver.executor import shared
-
-        whole = shared(options)
-        if options != type(options)():  # nearly each file uses that one
-            self._made.pop(options, None)
-            self._made[options] = whole
-        whole.slots(["cpu"] * count)
-        whole.grow(120)
-        return PartOfExecutor(whole, count)
 
     def close(self, replicas: int = 0) -> None:
         """End all but those with so many replicas that were used last."""

@@ -18,7 +18,8 @@ import torch
 from harness import printed
 from torch import nn
 
-from raydp_parallel import DataParallel
+from raydp_parallel import DataParallel, Options
+from raydp_parallel.driver.executor import shared
 
 ONES = torch.ones(4, 2)
 
@@ -34,7 +35,8 @@ class Net(nn.Module):
 
 SCRIPT = """
 import sys, ray, torch
-from raydp_parallel import DataParallel
+from raydp_parallel import DataParallel, Options
+from raydp_parallel.driver.executor import shared
 from nets_of_two import Net
 import inner.net
 
@@ -62,6 +64,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         return importlib.import_module(next(iter(texts)))
 
     yield load
+    shared(Options()).grow(120)  # replicas with another source were replaced
     for name, module in [*sys.modules.items()]:
         if str(tmp_path) in str(getattr(module, "__file__", "")):
             del sys.modules[name]
