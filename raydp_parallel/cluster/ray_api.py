@@ -65,8 +65,8 @@ def session() -> Callable[[], bool]:
     to Ray would start another cluster.
     """
     core = global_worker.core_worker  # type: ignore[attr-defined]
-    # Asked before each message: `ray.is_initialized` is five functions.
-    return lambda: getattr(global_worker, "core_worker", None) is core
+    # A cluster that is being left is no longer connected, and has its core for a while.
+    return lambda: connected() and getattr(global_worker, "core_worker", None) is core
 
 
 class _ParentsConnection:

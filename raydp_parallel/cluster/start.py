@@ -143,10 +143,10 @@ class Starter:
         hellos = {place: actor.hello.remote() for place, actor in actors.items()}
         late, ended = [*hellos.values()], set[str]()
         while late and not ended and not over():
-            # Outside of Ray, which ends a program that leaves while one of its threads is inside.
-            time.sleep(ray_api.PAUSE)
             late = ray_api.late(late)
             ended = nodes - ray_api.living() if late else ended
+            # Outside of Ray, which ends a program that leaves while one of its threads is inside.
+            time.sleep(ray_api.PAUSE)
         if late:
             ids = [place.device for place, ref in hellos.items() if ref in late]
             why = f"see their logs; where all cores are busy, {ray_api.NICENESS}=0 may help"

@@ -412,6 +412,38 @@ found["ended"] = not ray.is_initialized()
 
 
 @pytest.mark.long
+def test_a_cluster_that_is_left_during_a_call() -> None:
+    """A clear error, and the next use starts a new one."""
+    found = script(
+        """
+import threading, time
+from pathlib import Path
+
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+model = DataParallel(net, ["cpu", "cpu"])
+model(x)
+begun = Path(os.environ["RAY_TMPDIR"], "begun")
+
+def waits(net, x):
+    begun.touch()
+    time.sleep(600)
+
+def leave():
+    while not begun.exists():
+        time.sleep(0.01)
+    ray.shutdown()
+
+threading.Thread(target=leave).start()
+found["left"] = error(lambda: model.run(waits, x))
+model(x).sum().backward()
+found["gradient"] = torch.allclose(net.weight.grad, x.sum(0).expand(2, 4))
+"""
+    )
+    text = "your Ray was left while replicas ran; the next use starts anew"
+    assert found == {"left": ["ClusterError", text], "gradient": True}
+
+
+@pytest.mark.long
 @pytest.mark.ray
 def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
     """The process's replicas end, the cluster goes on, and so do wrappers, with new replicas."""
