@@ -19,7 +19,8 @@ import on_gpus
 import oracle
 import pytest
 import torch
-from mortal import Everything, Mortal, arm, armed, rows, same, state, step, whole
+from harness import made_of
+from mortal import Everything, Mortal, arm, armed, rows, same, state, step
 from torch import nn
 
 from benchmarks import gpu_host
@@ -48,14 +49,6 @@ def net(width: int = 8) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-class Same(nn.Linear):
-    """Gives its inputs."""
-
-    def forward(self, row: Any) -> Any:
-        """Compute nothing."""
-        return row
-
-
 def plain_of(module: nn.Module) -> nn.Module:
     """A copy that knows nothing of replicas."""
     found = net()
@@ -80,31 +73,24 @@ def x() -> torch.Tensor:
     return torch.randn(8, 8, dtype=torch.double)
 
 
-class Heads(nn.Module):
-    """Has a part for each chunk, so that chunks have gradients of other parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(6, 3) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the part of the chunk that the first column names."""
-        found: torch.Tensor = self.parts[int(x[0, 0])](x[:, 1:])
-        return found
+@made_of(parts=lambda: nn.ModuleList([nn.Linear(6, 3) for _ in range(2)]))
+def heads(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run the part of the chunk, so that chunks have gradients of other parameters."""
+    return net.parts[int(x[0, 0])](x[:, 1:])  # type: ignore[no-any-return]
 
 
 def trained(executor: Executor, how: str, folder: Path, plan: list[str]) -> list[torch.Tensor]:
     """Train, with a death in some steps; returns losses and the final state."""
     torch.manual_seed(7)
     count = len(executor.device_ids)
-    net = Heads() if how == "differing" else Mortal(Everything(), folder)
+    net = heads() if how == "differing" else Mortal(Everything(), folder)
     model = DataParallel(net.to(oracle.place), executor=executor)
     optimizer: Any = torch.optim.Adam(model.parameters(), 0.01)
     if how == "resident":
         optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
     found = []
     for number in range(6):
-        whole(executor)
+        executor.grow()
         arm(folder, *plan[number - 1 : number] if number else ())  # the first step has the trial
         few = how == "smaller" and number % 2 == 1
         x = rows(count - few, number, 2).requires_grad_()
@@ -319,28 +305,22 @@ def test_a_forward_on_a_stream_of_its_own_and_a_backward_outside(
                 torch.testing.assert_close(a.grad, b.grad)
 
 
-class Twice(nn.Module):
-    """Gives its rows twice, in a weight's size; says nothing where it is to keep what it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((1 << 12,), 2.0))
-
-    def forward(self, x: torch.Tensor | str) -> Any:
-        """Compute, keep the weight in the process, or give what was kept."""
-        if isinstance(x, torch.Tensor):
-            return x * self.weight
-        if x == "keep":
-            torch.kept = self.weight.detach().clone()  # type: ignore[attr-defined]
-            return None
-        return torch.kept  # type: ignore[attr-defined]
+@made_of(weight=lambda: nn.Parameter(torch.full((1 << 12,), 2.0)))
+def keeping(net: Any, x: torch.Tensor | str) -> Any:
+    """Compute, keep the weight in the process without a word, or give what was kept."""
+    if isinstance(x, torch.Tensor):
+        return x * net.weight
+    if x == "keep":
+        torch.kept = net.weight.detach().clone()  # type: ignore[attr-defined]
+        return None
+    return torch.kept  # type: ignore[attr-defined]
 
 
 @of_driver
 @pytest.mark.parametrize("places", [[0], [2]])
 def test_windows_are_written_once_they_were_read(places: list[int]) -> None:
     """By the driver's other streams, by a replica that says nothing, and as an executor ends."""
-    module, sides = Twice(), [torch.cuda.Stream(GPU) for _ in range(4)]
+    module, sides = keeping(), [torch.cuda.Stream(GPU) for _ in range(4)]
     with Executor(places, options=HOST) as executor, torch.no_grad():
         model = DataParallel(module, executor=executor)
         rows = [torch.full((1, 1 << 12), float(n)) for n in range(4)]
@@ -397,7 +377,7 @@ def test_messages_carry_dtypes_of_which_cuda_copies_no_row(
     """Alone and beside others, by both ways."""
     bits = torch.arange(64, dtype=torch.uint8)
     with Executor(SHARED, options=ways) as executor, torch.no_grad():
-        model = DataParallel(Same(1, 1), executor=executor)
+        model = DataParallel(nn.Identity(), executor=executor)
         for row in ([bits.view(dtype)], [bits.view(dtype), bits, bits.view(torch.float32)]):
             for got, sent in zip(model(row), row, strict=True):
                 assert got.device == GPU

@@ -16,7 +16,7 @@ import forked
 import pytest
 import torch
 from harness import Apply, ended, kill, limited, made_of, ones, raised
-from mortal import arm, fate, whole
+from mortal import arm, fate
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, GraphLost, ReplicaDied, StateChanged
@@ -40,7 +40,7 @@ def test_a_call_does_not_wait_for_the_new_process(
             assert torch.equal(model(x), expected)
             assert killable.replicas()[1].state == "dead"
             assert killable.stats().respawns == before.respawns
-        whole(killable)
+        killable.grow()
     after = killable.stats()
     for name in ("deaths", "respawns"):  # its chunk may not have been sent any more
         assert getattr(after, name) == getattr(before, name) + 1
@@ -77,7 +77,8 @@ def test_effects_take_place_once(killable: Executor, tmp_path: Path) -> None:
     assert model.module.calls.item() == 1
     assert model.module.weight.grad is not None and model.module.weight.grad.item() == 1
     assert sum(r.rows for r in killable.stats().replicas) == before + 2
-    assert [held for _, held in whole(killable).flush()] == [0, 0]
+    killable.grow()
+    assert [held for _, held in killable.flush()] == [0, 0]
 
 
 def change(how: str, model: Any, x: Tensor) -> None:

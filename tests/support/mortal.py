@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
-from raydp_parallel import Executor
-
 
 def arm(folder: Path, *moments: str) -> None:
     """Let processes end: ``"forward 1"`` is the next one that runs forward of chunk 1, twice named
@@ -112,13 +110,3 @@ def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
     loss.backward()
     optimizer.step()
     return loss.detach()
-
-
-def whole(executor: Executor) -> Executor:
-    """Once every slot is taken again."""
-    for _ in range(2000):
-        executor.slots(executor.device_ids)
-        if all(info.state == "ready" for info in executor.replicas()):
-            return executor
-        time.sleep(0.01)
-    raise AssertionError(executor.replicas())
