@@ -143,9 +143,9 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
     "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01, "foreach": False}),
     "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
-    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.01, "foreach": False}),
 }
 
 
