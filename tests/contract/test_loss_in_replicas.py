@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same_grads, assert_same_state, carried
+from harness import Apply, assert_same_grads, assert_same_state, carried
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Options, convert_sync_batchnorm
@@ -251,17 +251,11 @@ def test_T6_a_function_of_ones_own_says_what_it_gives(executors: Any, reduction:
     torch.testing.assert_close(*[torch.autograd.grad(loss.sum(), scale) for loss in losses])
 
 
-class Scaled(nn.Linear):
-    """Takes settings by keyword."""
-
-    def forward(self, x: Tensor, *, scale: Tensor, flag: bool = False) -> Tensor:
-        return super().forward(x) * scale + flag
-
-
 def test_T6_targets_by_keyword(executors: Any) -> None:
     """Their names say which they are; all else goes to the model."""
-
-    plain = Scaled(5, 4)
+    plain = Apply(
+        lambda net, x, *, scale, flag=False: net.linear(x) * scale + flag, linear=nn.Linear(5, 4)
+    )
     model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     x, scale, y = torch.randn(ROWS, 5), torch.rand(ROWS, 1), torch.randint(0, 4, (ROWS,))
     expected = F.cross_entropy(plain(x, scale=scale, flag=True), y)
