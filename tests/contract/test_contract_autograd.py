@@ -721,7 +721,7 @@ def test_B13_weighted_mean_is_the_batch_mean(model):
 
 def test_B13_chunks_are_weighed_where_gather_is_overridden(two):
     """As one that asks the class's gives it what it was given."""
-    net, x = mean_square(), data(5, 3)
+    net, x = made_of(inner=mlp)(lambda net, x: net.inner(x).square().mean())(), data(5, 3)
     model = DataParallel(net, executor=two, options=Options(scalars="mean"))
     model.gather = lambda *given: 2 * DataParallel.gather(model, *given)
     assert_close(model(x), 2 * net(x))
