@@ -259,8 +259,7 @@ class Replica:
         module, resident, _ = home.model
         if not home.outputs:  # as torch says it, which has not seen the backward that was ahead
             raise RuntimeError(
-                "Trying to backward through the graph a second time: its saved tensors were freed. "
-                "Specify retain_graph=True if you need to backward through it again."
+                "Trying to backward through the graph a second time: call with retain_graph=True"
             )
         outputs = [self._graphs[key].outputs[k] for key, row in request.outputs for k in row]
         # Torch may keep them in the graph, or hand them on as gradients of leaves.
