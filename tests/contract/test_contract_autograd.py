@@ -622,6 +622,10 @@ STEPS = {
 }
 
 
+LOOKS = range(20)
+"""On a GPU torch's own thread lets go of a graph a little later."""
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_B12_no_reference_cycles_and_no_graphs_left(step, quiet_gc):
     """Without references replicas hold no graph, and there are no more cycles than torch's."""
@@ -632,10 +636,10 @@ def test_B12_no_reference_cycles_and_no_graphs_left(step, quiet_gc):
         step(one)
         one.zero_grad()
         gc.collect()
-        before = graphs(model)
+        before = min(graphs(model) for _ in LOOKS)
         step(one)
         one.zero_grad()
-        assert graphs(model) == before
+        assert min(graphs(model) for _ in LOOKS) == before
         found.append(gc.collect())
     assert found[0] == found[1]
     # a reentrant checkpoint leaves a cycle of its own
