@@ -335,7 +335,11 @@ class Program:
         """`autograd.grad`, where zeros may stand for what was not used."""
         zeros = isinstance(self.model, Plain) and self.unused == "zeros"
         found = torch.autograd.grad(loss, wanted, allow_unused=zeros)
-        return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
+        rows = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
+        for at, w in enumerate(wanted if zeros else ()):  # what some chunks have not used is dense
+            if rows[at].is_sparse and not all(w in own for _, own in Plain.calls[-1][0]):
+                rows[at] = rows[at].to_dense()
+        return rows
 
     def parameter(self, draw: random.Random) -> Any:
         return draw.choice([*self.net.parameters()])
