@@ -18,10 +18,9 @@ def test_several_nodes() -> None:
         said = printed("tests/support/cluster_script.py", RAY_TMPDIR=folder)
     for line in (
         "two nodes train as one process does, a package that only the driver has",
-        "PlacementError asked for 3 GPU and 0 CPU replicas (each GPU replica with 1 GPU); "
+        "PlacementError asked for 3 GPU and 0 CPU replicas (booked for each GPU {'GPU': 1.0}); "
         "after 1 s",
         "Free now: 0 of 2 GPU, 2 of 2 CPU, on 3 node(s)",
-        "cpu replicas are spread over the nodes that have CPUs",
         "a node that is added meanwhile is used, and the autoscaler knew",
         "nodes are lost in each phase, and training gives the same",
         "replicas join and leave, and training gives the same",

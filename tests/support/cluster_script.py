@@ -128,15 +128,18 @@ def nodes_of(executor: Executor) -> list[str]:
 
 
 def two_nodes(net: nn.Module) -> None:
-    """Code and weights reach nodes that have neither; who asks for more is told what is free."""
+    """Code and weights reach nodes that have neither; CPU replicas leave a head without CPUs alone;
+    who asks for more is told what is free.
+    """
     with Executor() as executor:
-        model = DataParallel(copy.deepcopy(net), executor=executor)
+        model, cpus = DataParallel(copy.deepcopy(net), executor=executor), on_cpus(net, 2)
         assert model.device_ids == [0, 1]
-        assert same(train(model, 2, 3), train(on_cpus(net, 2), 2, 3))
+        assert same(train(model, 2, 3), train(cpus, 2, 3))
         trained = DataParallel(copy.deepcopy(net), executor=executor)
         assert same(train(trained, 2, 3, inside=True), train(on_cpus(net, 2), 2, 3))
-        assert len({*nodes_of(executor)}) == 2 and nodes_of(executor) == sorted(nodes_of(executor))
-        assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
+        assert nodes_of(executor) == sorted(nodes_of(executor))
+        for found in map(nodes_of, (executor, cpus.executor)):
+            assert len({*found}) == 2 and ray.get_runtime_context().get_node_id() not in found
         assert not any(slot.hello.near for slot in executor.slots([0, 1]))
         print("two nodes train as one process does, a package that only the driver has")
         begun = time.monotonic()
@@ -145,16 +148,6 @@ def two_nodes(net: nn.Module) -> None:
         except PlacementError as error:
             assert 0.9 < time.monotonic() - begun < 50
             print("PlacementError", error)
-
-
-def spread(net: nn.Module) -> None:
-    """CPU replicas leave a head without CPUs alone."""
-    with Executor(["cpu", "cpu"]) as executor:
-        model = DataParallel(copy.deepcopy(net), executor=executor)
-        assert model(torch.ones(6, 7)).shape == (6, 2)
-        assert len({*nodes_of(executor)}) == 2
-        assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
-    print("cpu replicas are spread over the nodes that have CPUs")
 
 
 def three_nodes(cluster: Cluster, options: Options) -> Executor:
@@ -284,7 +277,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         net = hidden(folder)
         two_nodes(net)
-        spread(net)
         with three_nodes(cluster, Options()) as executor:
             lost_in_each_phase(cluster, net, executor)
         elastic(cluster, net)
