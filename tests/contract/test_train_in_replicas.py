@@ -128,6 +128,8 @@ def train(model: Any, optimizer: Any) -> Any:
         yield loss
         if step % 2:
             yield clipped(optimizer, 0.3)
+        if step == 5:  # among them zeros of what nothing has used
+            yield from [p.grad for p in model.parameters() if p.grad is not None]
         optimizer.step()
         scheduler.step()
 
