@@ -82,7 +82,7 @@ def test_replicas_are_described(two: Executor) -> None:
 
 
 @pytest.mark.ray
-def test_close_ends_the_processes() -> None:
+def test_close_ends_the_processes(two: Executor) -> None:
     """Others go on. Ray does not take the end for an accident, and says nothing in red."""
     with Executor(TWO) as executor:
         model = DataParallel(linear(), executor=executor)
@@ -106,7 +106,7 @@ def test_close_ends_the_processes() -> None:
     for client in clients:
         with pytest.raises(ray.exceptions.ActorDiedError, match=r"was killed by `ray\.kill`"):
             ray.get(client.actor.__ray_ready__.remote(), timeout=30)
-    assert DataParallel(linear(), TWO)(batch()).shape == (6, 2)
+    assert DataParallel(linear(), executor=two)(batch()).shape == (6, 2)
 
 
 def test_stats_count(two: Executor) -> None:
