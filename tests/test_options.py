@@ -7,13 +7,11 @@ import inspect
 import math
 import pickle
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from harness import Apply
+from harness import Apply, printed
 
 from raydp_parallel import DataParallel
 from raydp_parallel.options import Options
@@ -105,7 +103,7 @@ with ambient.enter(context):
 assert grad.tolist() == [2, 2]
 ambient.refuse_transforms()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    printed("-c", code)
 
 
 def test_defaults_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from itertools import product
 
 import on_gpus
 import pytest
+from harness import printed
 
 if on_gpus.asked() != "cpu":
     pytest.skip("these are on GPUs", allow_module_level=True)
@@ -31,10 +30,6 @@ def test_tests_pass_on_gpus(place: str, tests: list[str]) -> None:
     """In a process of their own."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("NO C++ COMPILER: NOTHING THAT NEEDS A GPU WAS TESTED")
-    command = [sys.executable, "-m", "pytest", "-q", "--device", place, *tests]
     if place != "cuda:0":  # they take longest, and choose of all that the others test
-        command += ["--ignore", "tests/contract/test_sequences.py"]
-    # Another run's workers are no business of this one.
-    env = {name: one for name, one in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880)
-    assert done.returncode == 0, done.stdout + done.stderr
+        tests = [*tests, "--ignore", "tests/contract/test_sequences.py"]
+    printed("-m", "pytest", "-q", "--device", place, *tests)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Apply
 from torch import nn
 
 import raydp_parallel
@@ -42,28 +43,8 @@ def call(act: Callable[[Any], object], *inputs: Any) -> Any:
     return DataParallel(Net(act), CPUS)(*inputs or (X,))
 
 
-def with_generator() -> None:
-    net = Net()
-    net.stream = iter(i for i in range(3))
-    DataParallel(net, CPUS)(X)
-
-
 class Box:
     """A result of a class that nobody knows."""
-
-
-class Boxed(Net):
-    """Returns an object."""
-
-    def forward(self, x: Any, y: Any = None) -> Any:
-        return Box()
-
-
-class Yielding(Net):
-    """Returns a generator."""
-
-    def forward(self, x: Any, y: Any = None) -> Any:
-        yield super().forward(x)
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
@@ -72,11 +53,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "CUDA outputs without CUDA": (lambda: DataParallel(Net(), CPUS, "cuda:0"), "Leave it out"),
     "a module on meta": (lambda: DataParallel(Net().to("meta"), CPUS), "to_empty.*before"),
     "a generator in the module": (
-        with_generator,
+        lambda: DataParallel(Apply(id, stream=iter(i for i in range(3))), CPUS)(X),
         r"module.stream is a .*generator.*a tuple, instead of yielding$",
     ),
     "yield in forward": (
-        lambda: DataParallel(Yielding(), CPUS)(X),
+        lambda: DataParallel(Apply(lambda net, x: (yield x)), CPUS)(X),
         r"output is.*a tuple, instead of yielding\s*$",
     ),
     "an input without contents": (
@@ -106,7 +87,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "Caught IndexError in replica 0",
     ),
     "an output of an unknown class": (
-        lambda: DataParallel(Boxed(), CPUS)(X),
+        lambda: DataParallel(Apply(lambda net, x: Box()), CPUS)(X),
         "class Box.*a list.*register_batch_type",
     ),
     "an optimizer for its class": (

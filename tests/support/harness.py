@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -182,8 +183,9 @@ def printed(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
     path, and finds no Ray but one that it is told of.
     """
     path = filter(None, [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-    left_out = "RAY_ADDRESS", "PYTHONUNBUFFERED"  # so that lines are written whole
-    usual = {name: value for name, value in os.environ.items() if name not in left_out}
+    # Lines are to be written whole, and another run's workers are no business of a test.
+    left_out = re.compile("RAY_ADDRESS|PYTHONUNBUFFERED|PYTEST_.*").fullmatch
+    usual = {name: value for name, value in os.environ.items() if not left_out(name)}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -192,7 +194,7 @@ def printed(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
