@@ -70,8 +70,9 @@ class OptimizerState(torch.optim.Optimizer):
         # One may have been added.
         for group, sent, values in zip(self.param_groups, self.sent, groups, strict=False):
             for name, value in values.items():  # some count their steps there
-                known = name in sent and _same(sent[name], group[name])
-                if name != "params" and (known or name not in group):
+                known = name in sent and _same(sent[name], group.get(name))
+                news = name != "params" and not _same(sent.get(name), value)
+                if news and (known or name not in group):
                     group[name], sent[name] = value, copy.deepcopy(value)
         own, rows = self.__dict__["state"], self.param_groups
         on_device = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}
