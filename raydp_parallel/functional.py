@@ -36,6 +36,7 @@ class RemoteReplica:
     _slot: ReplicaSlot
     _executor: Executor
     _detach: bool
+    _unused: UnusedGrads
     _called: Called = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -72,23 +73,20 @@ class RemoteReplica:
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
         given = self._slot, self.module, positional, kwargs, prefix
         rows = next(batch.sizes((positional, kwargs), dim), 0)
-        return ForwardChunk(*given, rows, self._detach, self._called)
+        return ForwardChunk(*given, rows, self._detach, self._unused, self._called)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        module, device, _, *rest = vars(self).values()
-        return _replica_again, (module, device, *rest)
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_slot": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        vars(self)["_slot"] = self._executor.slots([self.device_id])[0]
 
     def __repr__(self) -> str:
         return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
 
 
 Modules = Sequence[RemoteReplica | nn.Module]
-
-
-def _replica_again(
-    module: nn.Module, device: DeviceId, executor: Executor, *rest: Any
-) -> RemoteReplica:
-    return RemoteReplica(module, device, executor.slots([device])[0], executor, *rest)
 
 
 @ambient.uncompiled
@@ -112,15 +110,16 @@ def replicate(
     """
     look(network, id)  # raises upstream's errors for modules that it cannot replicate either
     ids = [device_id(entry) for entry in devices]
-    return replicas_of(network, ids, detach, executor or shared(Options())) if ids else []
+    executor = executor or shared(Options())
+    return replicas_of(network, ids, detach, executor, executor.options.unused_grads) if ids else []
 
 
 def replicas_of(
-    network: nn.Module, ids: Sequence[DeviceId], detach: bool, executor: Executor
+    net: nn.Module, ids: Sequence[DeviceId], detach: bool, executor: Executor, unused: UnusedGrads
 ) -> list[RemoteReplica]:
     """Make one callable replica per device; a look at the module comes with the call."""
     made = zip(ids, executor.slots(ids), strict=True)
-    return [RemoteReplica(network, device, slot, executor, detach) for device, slot in made]
+    return [RemoteReplica(net, device, slot, executor, detach, unused) for device, slot in made]
 
 
 @ambient.uncompiled
@@ -153,7 +152,6 @@ def apply(
     kwargs_tup: Sequence[Keywords] | None,
     devices: Sequence[Device] | None,
     dim: int = 0,
-    unused: UnusedGrads | None = None,
     lend: bool = False,
 ) -> list[object]:
     """Do as `parallel_apply`, with the settings of a wrapper."""
@@ -178,10 +176,10 @@ def apply(
         if not isinstance(module, RemoteReplica):
             ids = [device_id(entry) for entry in devices or all_gpus(executor.options) or ["cpu"]]
             ids = [ids[k % len(ids)] for k in range(len(modules))]
-            module = replicas_of(module, ids, False, executor)[i]
+            module = replicas_of(module, ids, False, executor, executor.options.unused_grads)[i]
         chunks.append(module.chunk(inputs[i], kwargs_tup[i] if kwargs_tup else {}, dim, i))
     with executor.replica_set.lock:  # nobody else's call may come between
-        return forward.start(executor, chunks, unused).finish(lend)
+        return forward.start(executor, chunks).finish(lend)
 
 
 def module_device(module: nn.Module, ids: Sequence[DeviceId] = ()) -> torch.device:

@@ -351,9 +351,8 @@ class DataParallel(nn.DataParallel[T]):
             if called is not None:
                 replicas = [replace(one, _called=called) for one in replicas]
             if gather and self._own("parallel_apply", "gather"):
-                how = self.dim, self._options.unused_grads, split
                 with self.executor.replica_set.lock:  # outputs lie in windows until then
-                    return join(functional.apply(replicas, args, named, ids, *how))
+                    return join(functional.apply(replicas, args, named, ids, self.dim, split))
             outputs = self.parallel_apply(replicas, args, named)
             return join(outputs) if gather else outputs
 
@@ -411,8 +410,8 @@ class DataParallel(nn.DataParallel[T]):
     @ambient.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
         """Return remote replicas of ``module``, one per device."""
-        detach = not torch.is_grad_enabled()
-        return [*functional.replicas_of(module, device_ids, detach, self.executor)]
+        how = not torch.is_grad_enabled(), self.executor, self._options.unused_grads
+        return [*functional.replicas_of(module, device_ids, *how)]
 
     @ambient.uncompiled
     def scatter(self, inputs: Inputs, kwargs: Keywords | None, device_ids: Devices) -> Any:
@@ -428,8 +427,8 @@ class DataParallel(nn.DataParallel[T]):
         self, replicas: Sequence[Any], inputs: Sequence[object], kwargs: Sequence[Keywords] | None
     ) -> list[Any]:
         """Return the outputs of each replica for its chunk."""
-        ids, unused = self.device_ids[: len(replicas)], self._options.unused_grads
-        return functional.apply(replicas, inputs, kwargs, ids, self.dim, unused)
+        ids = self.device_ids[: len(replicas)]
+        return functional.apply(replicas, inputs, kwargs, ids, self.dim)
 
     @ambient.uncompiled
     def gather(self, outputs: Iterable[object], output_device: Device) -> Any:
@@ -483,11 +482,10 @@ class DataParallel(nn.DataParallel[T]):
             forward.refuse_own_parameters(self.module, [*held.parameters()])
         model = type(self).__new__(type(self))
         nn.Module.__init__(model)
-        # Hooks of this wrapper's calls expect outputs.
-        of_calls = re.compile("forward.*hooks|backward.*hooks")
-        hooks = {name: value for name, value in vars(model).items() if of_calls.search(name)}
-        model.__dict__.update(self.__dict__)  # also the modules, so that both have one master
-        model.__dict__.update(hooks, _loss=found)
+        # Also the modules, so that both have one master. Hooks of calls expect outputs.
+        of_calls = re.compile("(forward|backward).*hooks")
+        same = {name: value for name, value in vars(self).items() if not of_calls.search(name)}
+        vars(model).update(same, _loss=found)
         return model
 
     def map(
@@ -531,7 +529,8 @@ class DataParallel(nn.DataParallel[T]):
             first = 0 if split else at % len(self.device_ids)
             with torch.no_grad():
                 called, args, named, join = self._chunks(self._loss, inputs, kwargs, split)
-                replicas = functional.replicas_of(self.module, self.device_ids, True, self.executor)
+                how = True, self.executor, self._options.unused_grads
+                replicas = functional.replicas_of(self.module, self.device_ids, *how)
                 chunks = []
                 for i, (a, k) in enumerate(zip(args, named, strict=True), first):
                     replica = replace(replicas[i], _called=called)

@@ -116,18 +116,15 @@ def check_gpus(given: Sequence[object], ids: Sequence[DeviceId], options: Option
     """
     ray_api.connect()
     count = len(homes("gpu", options))
-    none = f"device_ids={[*given]}: this cluster has no GPU"
+    pairs = zip(given, ids, strict=True)
+    missing = [entry for entry, number in pairs if number != "cpu" and int(number) >= count]
+    text = f"device_ids: {missing} not in the cluster (its GPUs: {count})"
     if options.elastic or options.label_selector or not is_private():
         if not count:
-            ray_api.warn_once(f"{none}. Replicas wait for one. Give 'cpu' entries for CPU replicas")
-        return
-    if not count:
-        raise PlacementError(f"{none}. Use {['cpu'] * len(ids)}")
-    pairs = zip(given, ids, strict=True)
-    if missing := [entry for entry, number in pairs if number != "cpu" and int(number) >= count]:
-        raise PlacementError(
-            f"device_ids: {missing} not in the cluster. Use {[*range(count)]}, or 'cpu' entries"
-        )
+            ray_api.warn_once(f"{text}. Replicas wait for one. Give 'cpu' entries for CPU replicas")
+    elif missing:
+        use = [*range(count)] or ["cpu"] * len(ids)
+        raise PlacementError(f"{text}. Use {use}, or 'cpu' entries")
 
 
 def booked(kind: str, options: Options) -> dict[str, float]:

@@ -386,7 +386,8 @@ class Backward:
             seat = seats[i] if seats else None
             outputs = [(graph.key, tuple([k for k, _ in found])) for graph, found in given]
             request = BackwardRequest(
-                part.terms._replace(context=context, threads=threads, group=seat),
+                # Without the forward's seed: replicas see if it is like the last one.
+                part.terms._replace(context=context, threads=threads, group=seat, seed=0),
                 graph=part.graph.key,
                 outputs=tuple(outputs),
                 grads=grads,

@@ -60,16 +60,8 @@ class ForwardChunk(NamedTuple):
     error_prefix: str | None  # the place that an exception names; None raises it as it is
     rows: int  # how many it has
     detach: bool  # the module's parameters get no gradients
+    unused: UnusedGrads  # those that no chunk used; all chunks of a call have the same
     called: Called  # in place of the module's forward
-
-
-class _Settings(NamedTuple):
-    """Settings of all chunks of a call."""
-
-    executor: Executor
-    seed: int
-    unused: UnusedGrads
-    copies: bool  # of arguments: the call goes on while the program does
 
 
 class ForwardCall(Call):
@@ -78,11 +70,11 @@ class ForwardCall(Call):
     master: Trainable
 
     def __init__(
-        self, settings: _Settings, terms: Terms, master: Trainable, given: ForwardChunk
+        self, executor: Executor, terms: Terms, master: Trainable, given: ForwardChunk
     ) -> None:
         work = given.rows, type(given.module).__name__
         super().__init__(given.slot, "forward", master=master, work=work)
-        self.settings, self.terms, self.given = settings, terms, given
+        self.executor, self.terms, self.given = executor, terms, given
         numbers = defaultdict[object, int](_numbers.__next__)
         args, kwargs = batch.numbered((given.args, given.kwargs), numbers)
         self.refs = {number: ref for ref, number in numbers.items()}
@@ -98,7 +90,7 @@ class ForwardCall(Call):
             refuse_own_parameters(given.module, parcel(given.called, "function").tensors)
         # The state that the forward found, the replicas' steps, versions among its arguments, and
         # the tensors that required a gradient.
-        self._before: tuple[int, int, list[int], list[Leaf]] | None = None
+        self._before: tuple[int, int, list[int], list[Leaf]]
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
         self._spread: ExchangeRequest | None = None  # its place among those with the same weights
@@ -108,42 +100,45 @@ class ForwardCall(Call):
         """The tensors among its arguments that gradients may be asked for."""
         return [t for t in self._arguments.tensors if self.terms.context.grad and t.requires_grad]
 
-    def note_state(self, seat: ExchangeRequest | None, spread: ExchangeRequest | None) -> None:
-        """Note the module's state, and give the chunk a graph if it may have one."""
-        self.terms, self._spread, master = self.terms._replace(group=seat), spread, self.master
+    def note_state(self, copies: bool, *seats: ExchangeRequest | None) -> None:
+        """Note the module's state, and give the chunk a graph if it may have one. The call may
+        need ``copies`` of its arguments, and has seats in the group of its layers, and of weights.
+        """
+        seat, self._spread = seats
+        self.terms, master = self.terms._replace(group=seat), self.master
         steps = 0 if master.resident is None else master.resident.weights.steps
         tensors = self._arguments.tensors
         # They may be needed after the call, when the program loads others into their memory: by
         # `map`, and until a step in the replicas is made.
-        if self.settings.copies or master.resident is not None:
+        if copies or master.resident is not None:
             tensors = copied(tensors)
             self._arguments = self._arguments._replace(tensors=tensors)
         versions = versions_of(tensors)
         self._before = master.revision, steps, versions, master.leaves
         self.makes = None
         if self.terms.context.grad and (self.inputs or master.leaves):
-            self.makes = RemoteGraph(next(self.settings.executor.keys))
+            self.makes = RemoteGraph(next(self.executor.keys))
             if seat is None:
                 self.makes.recipe = [self]
 
     def prepare(self, slot: ReplicaSlot) -> None:
         """Give a slot's replica the weights of now, and the objects of Ray's store."""
-        executor, master = self.settings.executor, self.master
+        master = self.master
         if master.resident is not None:
             master.resident.weights.ready(slot)
-        self._update = executor.dispatcher.update(master, slot)
+        self._update = self.executor.dispatcher.update(master, slot)
         for number, ref in self.refs.items():
             slot.client.deliver(number, ref)
 
     def request(self, slot: ReplicaSlot, attempt: int) -> ForwardRequest:
         """Make the request."""
-        update, spread, settings = self._update, self._spread, self.settings
+        update, spread = self._update, self._spread
         if update is not None and spread is not None and not attempt:
             update = update._replace(spread=spread)
             if spread.rank != spread.root:
                 update = update._replace(parts=(), size=0)
         # Hooks on a parameter that is not used would be called with None.
-        unused, leaves = settings.unused == "none", self.master.leaves
+        unused, leaves = self.given.unused == "none", self.master.leaves
         asked = [leaf.tensor for leaf in leaves if unused or leaf.kind == "attribute"]
         return ForwardRequest(
             self.terms,
@@ -151,7 +146,6 @@ class ForwardCall(Call):
             update=update,
             key=None if self.makes is None else self.makes.key,
             arguments=self._arguments,
-            seed=settings.seed,
             overlay=None if self.overlay is None else {**self.overlay},
             asked=tuple([self.master.records[id(t)].tag for t in asked]),
             refs=tuple(self.refs),
@@ -169,7 +163,6 @@ class ForwardCall(Call):
 
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
-        assert self._before is not None
         master, (revision, steps, versions, leaves) = self.master, self._before
         trained = None if master.resident is None else master.resident.weights
         # A step on its way was made before all that the program has done since.
@@ -216,14 +209,10 @@ def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
 
 
 def start(
-    executor: Executor,
-    chunks: Sequence[ForwardChunk],
-    unused: UnusedGrads | None = None,
-    at_once: int | None = None,
+    executor: Executor, chunks: Sequence[ForwardChunk], at_once: int | None = None
 ) -> Forward:
     """Send all chunks of a call, of which the first one of each module writes back to it. So many
-    chunks of several calls may run ``at_once``: then none writes back. ``unused`` is by default the
-    executor's.
+    chunks of several calls may run ``at_once``: then none writes back.
     """
     ambient.refuse_transforms()
     context, dispatcher = ambient.capture(), executor.dispatcher
@@ -231,15 +220,13 @@ def start(
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
-        unused = unused or executor.options.unused_grads
-        settings = _Settings(executor, seed, unused, copies=at_once is not None)
         sources.current()  # what was edited since its import travels by value, with arguments, too
         calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
             first = at_once is None and all(call.master is not master for call in calls)
-            terms = Terms(i, context, threads, given.error_prefix, first)
-            calls.append(ForwardCall(settings, terms, master, given))
+            terms = Terms(i, context, threads, given.error_prefix, first, seed)
+            calls.append(ForwardCall(executor, terms, master, given))
         inputs = [call.inputs for call in calls]
         masters = [*dict.fromkeys([call.master for call in calls])]
         slots = [given.slot for given in chunks]
@@ -256,15 +243,15 @@ def start(
             if len(masters) == 1:
                 lacking = partial(masters[0].lacking, [slot.revisions for slot in slots])
                 spread = groups.direct(dispatcher, slots, lacking)
-            for i, call in enumerate(calls):
-                call.note_state(seats[i] if seats else None, spread[i] if spread else None)
+            for call, *places in itertools.zip_longest(calls, seats, spread):
+                call.note_state(at_once is not None, *places)
             handle = GraphHandle([call.makes for call in calls if call.makes is not None])
             grouped = bool(seats or spread)
             flight = dispatcher.start(Flight(calls, grouped, together))
             # Replicas compute now, and this process has time.
             edited = [master.verify() for master in masters]  # [5] verify
             if not any(edited):
-                return Forward(settings, calls, inputs, flight, handle)
+                return Forward(executor, calls, inputs, flight, handle)
             # Contents had changed behind their versions: the same forward, with these.
             with contextlib.suppress(StateChanged):  # a death had it run again
                 dispatcher.finish(flight)
@@ -275,7 +262,7 @@ def start(
 class Forward:
     """A call whose chunks were sent."""
 
-    settings: _Settings
+    executor: Executor
     calls: Sequence[ForwardCall]  # the chunks
     inputs: Sequence[list[Tensor]]  # of each, the program's own
     flight: Flight  # their requests
@@ -288,7 +275,7 @@ class Forward:
             lend: True if outputs may lie in memory that the next call overwrites, where all that
                 gather makes of them is new. The caller holds the executor's lock until then.
         """
-        dispatcher = self.settings.executor.dispatcher
+        dispatcher = self.executor.dispatcher
         with dispatcher.replica_set.lock:  # answers lie in windows until their outputs are taken
             with dispatcher.replica_set.trip():
                 answers = dispatcher.finish(self.flight)  # [7] wait
@@ -353,8 +340,8 @@ class Forward:
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         for call in self.calls:
             call.keep()
-        settings, group = self.settings, None
+        group, unused = None, self.calls[0].given.unused
         if self.flight.together:
             group = [call.slot for call in self.calls]
-        node = CallNode(settings.executor, leaves, settings.unused, group, parts)
+        node = CallNode(self.executor, leaves, unused, group, parts)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach

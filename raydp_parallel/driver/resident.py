@@ -289,9 +289,8 @@ class Resident:
             if most is not None:
                 scale = torch.clamp(most / (norm + 1e-6), max=1.0)
                 for one in plan.sums:
-                    assert one.stand is not None
                     one.scale = scale
-                    one.stand.renew()
+                    self.gradients.stand_in(one)
             return norm
 
     def _prepare(self, optimizer: OptimizerState) -> None:

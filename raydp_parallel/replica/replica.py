@@ -216,7 +216,7 @@ class Replica:
             with self._joined(terms.group):
                 state = module.begin(request)
                 self._idle = module
-                engine.seed(self._device, request.seed, terms.chunk)
+                engine.seed(self._device, terms.seed, terms.chunk)
                 own = [t.detach().clone() for t in request.arguments.tensors]  # from a window
                 both = zip(own, request.arguments.tensors, strict=True) if context.grad else ()
                 inputs = [t.requires_grad_() for t, sent in both if sent.requires_grad]

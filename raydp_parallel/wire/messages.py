@@ -106,6 +106,7 @@ class Terms(NamedTuple):
     threads: int | None  # torch's threads; None leaves them
     error_prefix: str | None  # the place that an exception names; None leaves that as it is
     reports: bool  # writes to buffers and parameters are reported
+    seed: int  # the call's
     group: ExchangeRequest | None = None  # how the call's chunks exchange tensors, if they do
 
 
@@ -119,7 +120,6 @@ class ForwardRequest(NamedTuple):
     # What is called: a function that takes the module, the name of a method, or None for the module
     # itself; and its positional and keyword arguments.
     arguments: Parcel
-    seed: int  # the call's
     # Contents that tensors had when the forward ran first, by tag; None if it runs first now. It
     # runs again only for its graph.
     overlay: dict[int, Tensor] | None

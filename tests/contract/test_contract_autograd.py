@@ -226,6 +226,8 @@ def test_B3_B4_option_none_is_the_plain_module(executors):
     raydp_parallel.parallel_apply(replicas, [x])[0].sum().backward()
     model = DataParallel(net, ["cpu"] * 2, options=option)
     model.call("forward", x, split=False).sum().backward()
+    model.parallel_apply = raydp_parallel.parallel_apply  # as a subclass may override it
+    model(x).sum().backward()
     assert net.two.weight.grad is None
 
 

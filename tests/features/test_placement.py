@@ -82,7 +82,7 @@ def test_a_cluster_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch)
         wanted = places((0, 1))
         text = str(placement.no_room(wanted, wanted, Options()))
         assert "Free now: GPU, CPU, on 1 node" in text and "or 'cpu' entries" in text
-    assert "this cluster has no GPU" in said[0] and "Give 'cpu' entries" in said[0]
+    assert "its GPUs: 0" in said[0] and "Give 'cpu' entries" in said[0]
 
 
 def test_gpus_that_a_machine_lacks_are_named_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ def test_gpus_that_a_machine_lacks_are_named_as_written(monkeypatch: pytest.Monk
     monkeypatch.setattr(ray_api, "connect", lambda: True)
     monkeypatch.setattr(placement, "is_private", lambda: True)
     for gpus, ids, text in (
-        (0, ["cpu:0", "cuda"], "['cpu:0', 'cuda']: this cluster has no GPU. Use ['cpu', 'cpu']"),
-        (1, ["cuda:0", "cuda:1", 2], "['cuda:1', 2] not in the cluster. Use [0], or 'cpu' entries"),
+        (0, ["cpu:0", "cuda"], "['cuda'] not in the cluster (its GPUs: 0). Use ['cpu', 'cpu']"),
+        (1, ["cuda:0", "cuda:1", 2], "['cuda:1', 2] not in the cluster (its GPUs: 1). Use [0], or"),
     ):
         monkeypatch.setattr(placement, "nodes", lambda gpus=gpus: [node("a", gpus)])
         with pytest.raises(PlacementError, match=re.escape(text)):
