@@ -71,7 +71,7 @@ def _staging(
 
 def gpu_of(tensors: list[Tensor]) -> torch.device | None:
     """Return the first GPU on which one of the tensors lies."""
-    return next((t.device for t in tensors if t.device.type != "cpu"), None)
+    return next((t.device for t in tensors if t.is_cuda), None)
 
 
 def copy_row(into: list[Tensor], values: list[Tensor]) -> None:
