@@ -120,15 +120,13 @@ def mapped(value: object, swap: Callable[[object], object]) -> Any:
 
 
 def container_like(like: Any, kind: ContainerKind, parts: Parts) -> Any:
-    """A container of the same class with other contents."""
+    """A container of the same class with other contents, of the same keys or fields."""
     if kind in (ContainerKind.SEQUENCE, ContainerKind.ITERABLE):
         items = list(parts.values())
         return like._make(items) if is_namedtuple(like) else type(like)(items)
     # Upstream calls the class with the items, which fails for a defaultdict, and for constructors
     # of the user's own (pytorch#52597). A copy keeps what is no field.
     made = copy.copy(like)
-    if kind is ContainerKind.MAPPING:
-        made.clear()
     for key, part in parts.items():
         if kind is ContainerKind.MAPPING:
             made[key] = part  # not update(): Counter's adds, and HF's ModelOutput forbids it
