@@ -419,7 +419,7 @@ class Master:
         for one, value, by, replaced in rows:
             if one.kind != "parameter":  # each forward has buffers of its own
                 one.written += by
-            if replaced:
+            if replaced or one.place is not None:  # other replicas map its memory, for graphs
                 one.tensor.data = value.to(one.tensor.device, copy=True)
             elif one.tensor.is_inference():
                 # Not for all: sparse ones would get parts of that mode.

@@ -549,6 +549,22 @@ def test_B11_a_frozen_parameter_that_forward_overwrites(before, after, second):
     assert results[0] == results[1] == results[2]
 
 
+@made_of(frozen=ones(20_000, requires_grad=False))
+def doubles(net, x):
+    """Multiplies by a large parameter, which a chunk of ones doubles."""
+    if x[0, 0] == 1:
+        net.frozen.mul_(2)
+    return x * net.frozen
+
+
+@alike(doubles, plain=False)
+def test_B11_what_chunk_0_writes_reaches_no_other_chunk(model):
+    """Those have copies of their own."""
+    x = torch.tensor([[1.0], [3.0]]).repeat(1, 20_000).requires_grad_()
+    model(x).sum().backward()
+    return x.grad
+
+
 @alike(mlp, upstream=False)
 def test_B11_a_change_of_structure_hides_no_change_of_a_weight(model):
     """Another layer is added between forward and backward, and then a weight is overwritten."""
