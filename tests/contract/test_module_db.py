@@ -26,11 +26,11 @@ with patch.object(torch.backends, "disable_global_flags", lambda: None):
 TABLE = {f"{info.name}-{mode}": (info, mode) for info in module_db for mode in ("train", "eval")}
 
 
-def samples(name: str, every: bool) -> list[Any]:
+def samples(name: str, every: bool, dtype: torch.dtype = torch.double) -> list[Any]:
     """The samples of a module in a mode; if not every one, the first and one of the others."""
     info, mode = TABLE[name]
     torch.manual_seed(0)
-    how = {"device": oracle.place, "dtype": torch.double, "requires_grad": True}
+    how = {"device": oracle.place, "dtype": dtype, "requires_grad": True}
     found = [*info.module_inputs_func(info, training=mode == "train", **how)]
     return found if every else found[:: max(1, len(found) - 1) // 2 + 1]
 
@@ -118,3 +118,38 @@ def test_modules_of_torch(name: str, every: bool, two: Executor) -> None:
                 one = outcome(copy.deepcopy(net), wrapped, inputs)
             told = differ(outcome(copy.deepcopy(net), wrapped, inputs), one)
             assert not told, f"sample {number}, {way}: {told}"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(str(oracle.place) != "cuda:0", reason="of the stand-in GPU itself")
+@pytest.mark.parametrize("form", [torch.preserve_format, torch.channels_last])
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.filterwarnings("ignore")
+def test_modules_compute_on_the_stand_in_what_they_do_on_a_cpu(name: str, form: Any) -> None:
+    """Without the wrapper, also complex numbers, and tensors with channels last."""
+    if name.startswith("nn.NLLLoss") and form is torch.channels_last:
+        pytest.skip("torch's backward takes none on a CPU")
+
+    def placed(value: Any, device: Any) -> Any:
+        def one(t: Tensor) -> Tensor:
+            laid = t.detach().to(device).to(memory_format=form) if t.dim() == 4 else t.to(device)
+            return laid.detach().requires_grad_(t.requires_grad)
+
+        return tree_map_only(Tensor, one, value)
+
+    info, mode = TABLE[name]
+    dtypes = [d for d in (torch.double, torch.complex128) if d in info.dtypes]
+    for dtype, sample in [(d, one) for d in dtypes for one in samples(name, True, d)]:
+        made, given = sample.constructor_input, sample.forward_input
+        net = info.module_cls(*made.args, **made.kwargs).to(dtype).train(mode == "train")
+        if "Lazy" in name:  # its first forward draws weights
+            net(*given.args)
+        both = []
+        for device in ("cpu", oracle.place):
+            there = copy.deepcopy(net).to(device)
+            for p in there.parameters():
+                p.data = placed(p.data, device)
+            inputs = placed((given.args, given.kwargs), device)
+            run = outcome(there, lambda net, args, kwargs: net(*args, **kwargs), inputs)
+            both.append(tree_map_only(Tensor, Tensor.cpu, run))
+        assert not differ(*both), str(dtype)

@@ -16,13 +16,17 @@ if on_gpus.asked() != "cpu":
     pytest.skip("these are on GPUs", allow_module_level=True)
 
 LONG = ["tests/contract", "tests/features"], ["tests/device", "--long"]
+ALONE = ["tests/contract/test_module_db.py", "--long", "-k", "on_the_stand_in"]
 
 
 @pytest.mark.parametrize(
     ("place", "tests"),
     [
         ("cuda", ["tests/contract/test_contract_batch.py"]),
-        *[pytest.param(*p, marks=pytest.mark.long) for p in product(on_gpus.PLACES[1:], LONG)],
+        *[
+            pytest.param(*both, marks=pytest.mark.long)
+            for both in (*product(on_gpus.PLACES[1:], LONG), ("cuda:0", ALONE))
+        ],
     ],
 )
 @pytest.mark.timeout(900)
