@@ -377,10 +377,11 @@ class Deaths(Machine):
 
         def clip(self: Any, most: float) -> Any:
             resident = self._resident
-            deaths = resident._executor.stats().deaths
+            slots = [*resident._set.slots.values()]
+            before = [(slot.life, slot.ready) for slot in slots]
             norm = clips(self, most)
             for one in resident.gradients.sums.values():
-                one.scale = one.scale if resident._executor.stats().deaths == deaths else None
+                one.scale = one.scale if before == [(s.life, s.ready) for s in slots] else None
             return norm
 
         if planted:
