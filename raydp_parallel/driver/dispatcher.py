@@ -75,11 +75,19 @@ class RemoteGraph:
             )
         return self.recipe
 
+    def move(self, slot: ReplicaSlot | None) -> None:
+        """Note which slot's replica makes it. One that has it elsewhere frees it, with its next
+        message.
+        """
+        last = self.slot
+        if last is not None and last is not slot and last.life == self.life:
+            last.forget.append(self.key)
+        self.slot, self.life = slot, -1 if slot is None else slot.life
+
     def drop(self) -> None:
-        """Let the replica free it with the next message."""
-        if self.slot is not None and self.slot.life == self.life:
-            self.slot.forget.append(self.key)
-        self.slot = self.recipe = None
+        """Let the replica free it."""
+        self.move(None)
+        self.recipe = None
 
 
 @dataclass(eq=False)
@@ -358,7 +366,7 @@ class Dispatcher:
         try:
             self.owed[slot] = pending
             if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
-                call.makes.slot, call.makes.life = slot, slot.life
+                call.makes.move(slot)
             slot.client.send(request, self._limit(pending))  # [3] request
         except Gone as gone:
             self._lost(pending, str(gone))

@@ -408,6 +408,20 @@ def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
         advance(model, optimizer, 1)
 
 
+def test_T2_a_graph_that_is_made_again_elsewhere_is_freed_where_it_was(killable: Executor) -> None:
+    """The first chunk's kept gradients go back to its own replica, and so does its graph."""
+    model, optimizer = small(killable)
+    advance(model, optimizer, 0)
+    optimizer.zero_grad()
+    kill(killable, 0)
+    out = model(torch.ones(8, 6))
+    out.sum().backward(retain_graph=True)
+    killable.grow()
+    model(torch.ones(8, 6)).sum().backward()
+    del out
+    assert [graphs for _, graphs in killable.flush()] == [0, 0]
+
+
 def test_T2_a_death_after_weights_were_read(killable: Executor) -> None:
     """That fetches them, also into what lies in their memory, as the weight of spectral norm."""
     results = []

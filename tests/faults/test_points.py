@@ -20,7 +20,8 @@ def test_some_points(machine: str) -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_many_points(machine: str) -> None:
     """With three replicas, too."""
-    assert ", 0 wrong" in printed(POINTS, machine, "--sample", "60")
+    few = "20" if machine == "calls" else "60"  # it waits a second for many of them
+    assert ", 0 wrong" in printed(POINTS, machine, "--sample", few)
 
 
 @pytest.mark.long

@@ -81,7 +81,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert wheel.stat().st_size < 300_000
     names = zipfile.ZipFile(wheel).namelist()
     kept = {f"raydp_parallel/{name}" for name in files(ROOT / "raydp_parallel")}
-    kept = {name for name in kept if name.endswith((".py", ".json", ".typed"))}
+    kept = {name for name in kept if name.endswith((".py", ".json", ".html", ".typed"))}
     assert {name for name in names if ".dist-info/" not in name} == kept
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
