@@ -1,8 +1,8 @@
 """The replica's side of a module's state.
 
 Each forward has a module of its own, which is unpickled from the bytes that the driver's look made,
-while the driver is busy with the answer before. Parameters and large buffers are shared among
-these modules, small buffers are new. So what a forward does to attributes ends with it, and a
+while the driver is busy with the answer before. Parameters and large buffers have their memory in
+common, small buffers are new. So what a forward does to attributes ends with it, and a
 checkpoint that runs again in backward finds what its forward left. A tensor that is shared and
 was written to is made anew for the next one.
 """
@@ -71,7 +71,7 @@ class _Tracked:
     """One tensor of the module."""
 
     spec: TensorSpec
-    tensor: Tensor  # the module's own
+    tensor: Tensor  # whose memory, and version, those of all modules have
     version: int = 0  # how often the master's was written to
     sent: Tensor | None = None  # the master's contents, if they came alone and are small
     lost: bool = False  # a forward wrote to it, and only the driver knows what was there
@@ -171,9 +171,7 @@ class ReplicaModule:
             one = self._tracked.setdefault(tag, _Tracked(spec, _NOTHING))
             one.spec = spec
             if spec.place is not None:
-                one.tensor = _made(spec, self._in_window(spec.place, 0))
-            elif tag not in contents:  # another flag
-                one.tensor = _made(spec, one.tensor.detach())
+                one.tensor = self._in_window(spec.place, 0)
         into: list[Tensor] = []
         values: list[Tensor] = []
         for tag, value in contents.items():
@@ -183,7 +181,7 @@ class ReplicaModule:
             one.lost = False
             other = tag in news.specs or one.tensor.is_inference()
             if other or not (tag in views or one.trained):
-                one.tensor = _made(one.spec, value.detach().clone())
+                one.tensor = value.detach().clone()
                 self._next = None
             else:  # in the place of the last values: graphs that saved these see their versions
                 into.append(one.tensor)
@@ -273,16 +271,14 @@ class ReplicaModule:
             self._windows = {key: self._windows[key] for key in used_windows}
             self._form = _Form(self._run, self._tracked)
         form = self._form
-        tensors: dict[int, Tensor] = {}
-        for tag, one in self._tracked.items():
-            if one.tensor.requires_grad != one.spec.grad:  # a forward has changed the flag
-                one.tensor = _made(one.spec, one.tensor.detach())
-            tensors[tag] = one.tensor
+        # Objects of their own: hooks, gradients and flags that a forward leaves are not the next's.
+        values = {tag: one.tensor.detach() for tag, one in self._tracked.items()}
         # Each with a storage of its own: `resize_` finds no room in one that others share.
-        values = {tag: torch.empty_like(there) for tag, there in form.fresh.items()}
-        copy_row([*values.values()], [*form.fresh.values()])
+        fresh = {tag: torch.empty_like(there) for tag, there in form.fresh.items()}
+        copy_row([*fresh.values()], [*form.fresh.values()])
+        values.update(fresh)
         values.update((tag, value.detach().clone()) for tag, value in overlay.items())
-        tensors.update((tag, _made(self._tracked[tag].spec, t)) for tag, t in values.items())
+        tensors = {tag: _made(self._tracked[tag].spec, value) for tag, value in values.items()}
         try:
             module, used = build(self._structure, tensors, self._kept, self.device)
         except Exception as error:  # code of the user's classes
@@ -343,7 +339,7 @@ class ReplicaModule:
             if one.trained and (moved or unlike):
                 one.lost = True
                 raise RuntimeError(_TRAINED.format(tuple(t.shape)))
-            if one.tensor is t and (unlike or moved):  # the next forward has it, too
+            if tag not in form.fresh and (unlike or moved):  # the next forward has its memory, too
                 self._renew(tag)
             elif accessed and one.spec.place is not None:
                 # Let go of pages that a write made private.
@@ -372,7 +368,7 @@ class ReplicaModule:
                 value = self._in_window(one.spec.place, 0)
             else:
                 one.lost = kept is None
-                value = torch.empty_like(one.tensor).detach() if kept is None else kept.clone()
-            one.tensor = _made(one.spec, value)
+                value = torch.empty_like(one.tensor) if kept is None else kept.clone()
+            one.tensor = value
         set_versions([one.tensor for one in anew], [one.version for one in anew])
         self._next = None

@@ -164,9 +164,9 @@ class Resident:
             for group in groups:
                 on_host = not (group.get("capturable") or group.get("fused"))
                 for tag in group["params"]:
-                    # The module's memory and version, and an object that no other flag replaces.
+                    # The module's memory and version, in an object of its own.
                     t = self._module.tensor(tag)
-                    params[tag] = nn.Parameter(t.detach(), t.requires_grad)
+                    params[tag] = nn.Parameter(t, t.is_floating_point() or t.is_complex())
                     step = state.get(tag, {}).get("step")
                     if isinstance(step, Tensor) and on_host:  # as torch's own loading does
                         state[tag]["step"] = step.cpu()

@@ -204,8 +204,6 @@ def build(
     """Build a module from a look, with tensors in the places of their tags; returns the tags that
     it has, too. Code and classes are those of others of this look.
     """
-    for tensor in tensors.values():
-        vars(tensor).clear()
     used: set[int] = set()
     first = None not in kept
     vars(_building).update(tensors=tensors, kept=kept, device=device, used=used)

@@ -186,6 +186,22 @@ def test_B2_wrapper_hooks_fire_once():
     assert fired == {"pre": 15, "forward": 15, "backward_pre": 15}
 
 
+@made_of(inner=(3, 2))
+def doubling(net, x):
+    """Lets the gradient of its weight be twice what it is, and leaves another one there."""
+    assert net.inner.weight.grad is None
+    net.inner.weight.grad = torch.ones(2, 3)
+    net.inner.weight.register_hook(lambda grad: 2 * grad)
+    return net.inner(x)
+
+
+@alike(doubling, plain=False)
+def test_B2_what_forward_leaves_at_a_parameter_is_of_its_graph(model):
+    """The next forward has a parameter without hook and gradient, unlike the plain module."""
+    for _ in range(3):
+        model(data(4, 3)).square().sum().backward()
+
+
 @made_of(one=(3, 2), two=(3, 2), frozen=ones(2, requires_grad=False))
 def branches(net, x, which="one"):
     """Uses one of two layers, or none."""
