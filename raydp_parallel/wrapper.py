@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -57,12 +59,8 @@ Inputs = tuple[object, ...]
 """Positional arguments of a call."""
 
 
-class _Weighed(list[object]):
-    """Outputs of chunks of some rows, by which means of them are weighed."""
-
-    def __init__(self, rows: Sequence[int], outputs: Iterable[object]) -> None:
-        super().__init__(outputs)
-        self.rows = rows
+_weights: ContextVar[Sequence[int] | None] = ContextVar("weights", default=None)
+"""The rows of the chunks whose outputs are gathered, by which means of them are weighed."""
 
 
 class DataParallel(nn.DataParallel[T]):
@@ -379,14 +377,19 @@ class DataParallel(nn.DataParallel[T]):
         scalars, shares = self._options.scalars, hugging_face.shares(named, rows)
         if shares is not None:  # by the Trainer, which wants one number
             scalars, named = "mean", shares
-        if scalars == "mean" and not any(rows) and batch.find_refs((args, named)):
+        if scalars == "mean" and not any(rows) and batch.split_by_rule((args, named)):
             raise ValueError(
-                "Options(scalars='mean'): the rows of chunks are not known, because all "
-                "arguments that are split are references"
+                "Options(scalars='mean'): the rows of chunks are not known, because no argument is "
+                "a tensor that is split: let the module return a loss for each row"
             )
-        made = list if scalars == "vector" else functools.partial(_Weighed, rows)
-        # [10] gather
-        return called, args, named, lambda outputs: self.gather(made(outputs), self.output_device)
+
+        def join(outputs: Sequence[object]) -> object:
+            """Gather. A subclass's method may give other values to this class's."""
+            weighed = copy_context()
+            weighed.run(_weights.set, None if scalars == "vector" else rows)
+            return weighed.run(self.gather, [*outputs], self.output_device)  # [10] gather
+
+        return called, args, named, join
 
     def _run_in_place(self, called: Called, inputs: Inputs, kwargs: Keywords, split: bool) -> Any:
         """Call the module itself, as upstream does with one device."""
@@ -433,7 +436,7 @@ class DataParallel(nn.DataParallel[T]):
     @ambient.uncompiled
     def gather(self, outputs: Iterable[object], output_device: Device) -> Any:
         """Make one output of all chunks'."""
-        rows = getattr(outputs, "rows", None)
+        rows = _weights.get()
         scalars = self._options.scalars if rows is None else "mean"
         return batch.gather(outputs, output_device, self.dim, scalars=scalars, weights=rows)
 
@@ -518,6 +521,11 @@ class DataParallel(nn.DataParallel[T]):
                 ends; ``"skip"`` gives no output for that batch, and warns of all at the end.
         """
         batch_inference.check(in_flight, on_error)
+        if not (self._in_place or self._own("forward", "replicate", "parallel_apply")):
+            raise TypeError(
+                f"map: {type(self).__name__} changes forward, replicate or parallel_apply, and "
+                "batches are given to replicas past these: call the model for each batch"
+            )
         most = 1 if split or self._in_place else len(self.device_ids)
         if not self._in_place:
             self.executor.slots(self.device_ids)  # starts in the caller's thread
@@ -542,8 +550,8 @@ class DataParallel(nn.DataParallel[T]):
 
     def _own(self, *methods: str) -> bool:
         """Tell if methods are this class's, and not those of a subclass or of the instance."""
-        found = [getattr(getattr(self, name), "__func__", None) for name in methods]
-        return found == [vars(DataParallel)[name] for name in methods]
+        own = vars(DataParallel)
+        return all([inspect.getattr_static(self, name) is own[name] for name in methods])
 
     def _warn_once(self, text: str, name: str) -> None:
         if name not in self.__dict__:

@@ -1,7 +1,6 @@
 """Scatter and gather of nested values: pure functions in the driver, with torch's own autograd."""
 
 from raydp_parallel.batch.chunk_refs import ChunkRefs as ChunkRefs
-from raydp_parallel.batch.chunk_refs import find_refs as find_refs
 from raydp_parallel.batch.chunk_refs import numbered as numbered
 from raydp_parallel.batch.chunk_refs import resolved as resolved
 from raydp_parallel.batch.containers import Function as Function
@@ -10,6 +9,7 @@ from raydp_parallel.batch.containers import is_made_anew as is_made_anew
 from raydp_parallel.batch.containers import on_tensors as on_tensors
 from raydp_parallel.batch.containers import register_batch_type as register_batch_type
 from raydp_parallel.batch.containers import registered as registered
+from raydp_parallel.batch.containers import split_by_rule as split_by_rule
 from raydp_parallel.batch.containers import tensors_in as tensors_in
 from raydp_parallel.batch.joining import gather as gather
 from raydp_parallel.batch.joining import output_place as output_place

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.batch.containers import Function, leaves, mapped, on_tensors
+from raydp_parallel.batch.containers import Function, mapped, on_tensors
 
 
 class _Numbered:
@@ -81,11 +81,6 @@ class ChunkRefs:
                 f"ChunkRefs: {len(self.refs)} objects for a call that is not split: give one"
             )
         return self.refs[0]
-
-
-def find_refs(value: object) -> list[ChunkRefs]:
-    """The references among the arguments of a chunk."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, ChunkRefs)]
 
 
 def numbered(value: object, numbers: dict[object, int]) -> Any:

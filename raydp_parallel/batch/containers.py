@@ -203,3 +203,8 @@ def rules_of(cls: type) -> tuple[Splitter | None, Joiner | None]:
         if base in registered:
             return registered[base]
     return getattr(cls, "__scatter__", None), getattr(cls, "__gather__", None)
+
+
+def split_by_rule(value: object) -> list[object]:
+    """The leaves of a nested value that a rule of their class splits."""
+    return [leaf for leaf in leaves(value) if rules_of(type(leaf))[0] is not None]

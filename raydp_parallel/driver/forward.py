@@ -164,6 +164,8 @@ class ForwardCall(Call):
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
         master, (revision, steps, versions, leaves) = self.master, self._before
+        if master.structure.module() is None:
+            return "the module is gone"
         trained = None if master.resident is None else master.resident.weights
         # A step on its way was made before all that the program has done since.
         coming = trained is not None and trained.coming is not None

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raydp_parallel.devices import ambient
 from raydp_parallel.devices.layout import Layout, Row, is_dense, specs_of
-from raydp_parallel.devices.memory import copy_row
+from raydp_parallel.devices.memory import copy_row, is_used
 from raydp_parallel.state import sources
 from raydp_parallel.state.lagging import PLAINLY, Lagging, Owner
 from raydp_parallel.state.look import Structure, check_devices, look
@@ -218,7 +218,8 @@ class Master:
         """Move large tensors into a window of their own pages."""
         mapped = {o: o.place[0] for o in self.records.values() if o.place is not None}
         if len({*mapped.values()}) >= _MOST_WINDOWS:
-            large += mapped  # a new replica gets all in one message
+            # A new replica gets all in one message.
+            large += [one for one in mapped if not is_used(one.tensor)]
         specs = specs_of([one.tensor for one in large])
         layout = Layout(specs, PAGE)
         window = Window(layout.size)

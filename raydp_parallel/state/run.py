@@ -142,8 +142,7 @@ class Tracked:
             return False
         if t.device.type != "cpu" or t.nbytes < SMALL or t.is_inference():
             return False
-        lent = t.is_shared() or memory.is_used(t)  # to other processes, or to other tensors
-        return not lent and t.untyped_storage().nbytes() == t.nbytes
+        return not memory.is_used(t) and t.untyped_storage().nbytes() == t.nbytes
 
 
 def touch(records: Iterable[Tracked]) -> None:

@@ -448,7 +448,10 @@ def test_edits_of_weights_that_moved_to_a_common_window(two: Executor) -> None:
         with torch.no_grad():
             net[0].weight.neg_()
             torch.testing.assert_close(model(torch.ones(4, 160)), net(torch.ones(4, 160)))
+        if len(net) == 2:
+            also = net[1].weight.detach()  # which stays in this memory
     assert model.run(windows, torch.ones(4))[0] < 20
+    assert also.data_ptr() == net[1].weight.data_ptr()
 
 
 def test_an_edit_while_batches_are_in_flight(sent: Any) -> None:

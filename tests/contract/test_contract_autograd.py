@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import warnings
 import weakref
 from collections import Counter, UserDict
@@ -18,6 +19,7 @@ from harness import (
     assert_same_grads,
     assert_same_state,
     carried,
+    kill,
     made_of,
     ones,
     raised,
@@ -718,6 +720,17 @@ def test_B12_the_memory_of_gradients_goes_with_the_model(two):
     assert torch.UntypedStorage._expired(memory)
 
 
+def test_B12_gradients_that_other_processes_see_stay(two):
+    """The next ones lie elsewhere, though nothing here has these any more."""
+    model = DataParallel(nn.Linear(300, 300), executor=two)
+    model(torch.ones(4, 300)).sum().backward()
+    lent, size = model.module.weight.grad.untyped_storage()._share_fd_cpu_()
+    before = os.pread(lent, size, 0)
+    model.zero_grad()
+    model(torch.ones(4, 300)).mean().backward()
+    assert os.pread(lent, size, 0) == before
+
+
 def test_B12_inputs_are_not_kept_alive(quiet_gc):
     """The driver keeps no batch beyond the graph that needs it."""
     x = data(4, 3)
@@ -761,8 +774,15 @@ def test_B13_chunks_are_weighed_where_gather_is_overridden(two):
     """As one that asks the class's gives it what it was given."""
     net, x = made_of(inner=mlp)(lambda net, x: net.inner(x).square().mean())(), data(5, 3)
     model = DataParallel(net, executor=two, options=Options(scalars="mean"))
-    model.gather = lambda *given: 2 * DataParallel.gather(model, *given)
+    model.gather = lambda outs, place: 2 * DataParallel.gather(model, [*outs], place)
     assert_close(model(x), 2 * net(x))
+
+
+def test_B13_a_rule_that_splits_does_not_tell_rows(two):
+    """So nobody knows by what a mean is to be weighed."""
+    model = DataParallel(nn.Identity(), executor=two, options=Options(scalars="mean"))
+    own = type("Own", (), {"__scatter__": lambda self, chunks, _dim: [self] * chunks})
+    assert "rows of chunks are not known" in str(raised(lambda: model(own())))
 
 
 @made_of(layer=(3, 2), constant=lambda: nn.Parameter(torch.arange(2.0)))
@@ -835,6 +855,14 @@ def test_functional_data_parallel_of_a_temporary_module():
     gc.collect()
     grads = [torch.autograd.grad(o.square().sum(), x) for o in (out, plain(x))]
     assert_close(*grads)
+
+
+def test_functional_data_parallel_of_a_temporary_module_whose_replicas_die(killable):
+    """Nobody can make its graph again."""
+    out = DataParallel(mlp(), executor=killable)(data(4, 3)).sum()
+    gc.collect()
+    kill(killable, 0, 1)
+    assert "because the module is gone" in str(raised(out.backward))
 
 
 @made_of(inner=(3, 3))

@@ -277,3 +277,6 @@ def test_wrong_settings_are_named_at_once(executor: Executor) -> None:
     for name, wrong in refused:
         with pytest.raises(ValueError, match=f"map: {name}={wrong!r}, expected"):
             model.map([], **{name: wrong})
+    model.forward = print
+    with pytest.raises(TypeError, match="map: DataParallel changes forward, replicate or parallel"):
+        model.map([])
