@@ -150,11 +150,10 @@ class Master:
         if gone and self.resident is not None:
             self.resident.fetch_departing(gone)  # while replicas still have them
         self.revision += 1
-        buffers = {id(t) for t in self.module.buffers()}
+        kinds = dict.fromkeys(map(id, self.module.buffers()), "buffer")
+        kinds.update(dict.fromkeys(map(id, self.module.parameters()), "parameter"))
         for key, one in found.items():
-            one.kind = "buffer" if key in buffers else "attribute"
-            if isinstance(one.tensor, nn.Parameter):
-                one.kind = "parameter"
+            one.kind = kinds.get(key, "attribute")
         self.records = found
         self._form()
 
@@ -366,7 +365,7 @@ class Master:
                     place = key, offset, specs_of([t])[0]
                     if key > revision:
                         windows[key] = window
-                specs[one.tag] = TensorSpec(one.kind == "parameter", t.requires_grad, place)
+                specs[one.tag] = TensorSpec(isinstance(t, nn.Parameter), t.requires_grad, place)
         run = self._run(way)
         laid = run.spec.key > revision
         ranges = run.ranges(0 if laid else revision)
@@ -418,7 +417,7 @@ class Master:
         versions = versions_of(tensors)
         into, values = [], []
         for one, value, by, replaced in rows:
-            if one.kind != "parameter":  # each forward has buffers of its own
+            if not isinstance(one.tensor, nn.Parameter):  # each forward has buffers of its own
                 one.written += by
             if replaced or one.place is not None:  # other replicas map its memory, for graphs
                 one.tensor.data = value.to(one.tensor.device, copy=True)

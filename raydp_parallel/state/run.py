@@ -108,7 +108,7 @@ class Tracked:
 
     tag: int  # its number in the replicas
     tensor: Tensor
-    kind: str = ""  # "parameter", "buffer", or "attribute" for others
+    kind: str = ""  # "parameter" or "buffer" of a module, or "attribute" for others
     seen: Seen = (-1, (0,), ())  # at the last look
     spec_at: int = 0  # the revision since which it is as it is, but for contents
     content_at: int = 0  # the revision since which it has its contents
@@ -152,7 +152,7 @@ def touch(records: Iterable[Tracked]) -> None:
 
 
 def _rank(one: Tracked) -> tuple[object, ...]:
-    return one.tensor.nbytes >= SMALL, one.kind == "parameter", str(one.tensor.dtype)
+    return one.tensor.nbytes >= SMALL, isinstance(one.tensor, nn.Parameter), str(one.tensor.dtype)
 
 
 class StateRun:

@@ -221,6 +221,19 @@ def test_B3_no_zeros_for_inputs_nor_where_no_parameter_is_used(model):
     return found
 
 
+@alike(
+    lambda: Apply(
+        lambda net, x: net.one(x) - net.kept[0](x).detach(),
+        one=nn.Linear(3, 2),
+        kept=[nn.Linear(3, 2)],
+    )
+)
+def test_B3_no_zeros_for_parameters_that_are_not_the_module_s(model):
+    """As those of a teacher in a list, which another optimizer may step."""
+    model(data(4, 3)).square().sum().backward()
+    return [p.grad for p in getattr(model, "module", model).kept[0].parameters()]
+
+
 def test_B3_B4_option_none_is_the_plain_module(executors):
     """Gradients of parameters stay None that no replica used, in whichever way it is called; to ask
     for one is an error, unless that is allowed.
@@ -711,17 +724,9 @@ def test_B12_output_holds_the_graph(quiet_gc):
 
 
 def test_B12_the_memory_of_gradients_goes_with_the_model(two):
-    """Sums lie where earlier ones did, as long as there is a model for them."""
-    model = DataParallel(nn.Linear(300, 300), executor=two)
-    model(torch.ones(4, 300)).sum().backward()
-    memory = model.module.weight.grad.untyped_storage()._weak_ref()
-    del model
-    gc.collect()
-    assert torch.UntypedStorage._expired(memory)
-
-
-def test_B12_gradients_that_other_processes_see_stay(two):
-    """The next ones lie elsewhere, though nothing here has these any more."""
+    """Sums lie where earlier ones did, unless another process sees these, as long as there is a
+    model for them.
+    """
     model = DataParallel(nn.Linear(300, 300), executor=two)
     model(torch.ones(4, 300)).sum().backward()
     lent, size = model.module.weight.grad.untyped_storage()._share_fd_cpu_()
@@ -729,6 +734,10 @@ def test_B12_gradients_that_other_processes_see_stay(two):
     model.zero_grad()
     model(torch.ones(4, 300)).mean().backward()
     assert os.pread(lent, size, 0) == before
+    memory = model.module.weight.grad.untyped_storage()._weak_ref()
+    del model
+    gc.collect()
+    assert torch.UntypedStorage._expired(memory)
 
 
 def test_B12_inputs_are_not_kept_alive(quiet_gc):
@@ -776,11 +785,7 @@ def test_B13_chunks_are_weighed_where_gather_is_overridden(two):
     model = DataParallel(net, executor=two, options=Options(scalars="mean"))
     model.gather = lambda outs, place: 2 * DataParallel.gather(model, [*outs], place)
     assert_close(model(x), 2 * net(x))
-
-
-def test_B13_a_rule_that_splits_does_not_tell_rows(two):
-    """So nobody knows by what a mean is to be weighed."""
-    model = DataParallel(nn.Identity(), executor=two, options=Options(scalars="mean"))
+    # A rule that splits does not tell rows.
     own = type("Own", (), {"__scatter__": lambda self, chunks, _dim: [self] * chunks})
     assert "rows of chunks are not known" in str(raised(lambda: model(own())))
 
@@ -848,18 +853,14 @@ def test_B14_autograd_inside_forward(model):
     return out.detach()
 
 
-def test_functional_data_parallel_of_a_temporary_module():
-    """The module may be gone before backward."""
+def test_functional_data_parallel_of_a_temporary_module(killable):
+    """The module may be gone before backward, unless its replicas are."""
     plain, x = mlp(), leaf(4, 3)
     out = raydp_parallel.data_parallel(copy.deepcopy(plain), x, ["cpu"] * 2)
     gc.collect()
     grads = [torch.autograd.grad(o.square().sum(), x) for o in (out, plain(x))]
     assert_close(*grads)
-
-
-def test_functional_data_parallel_of_a_temporary_module_whose_replicas_die(killable):
-    """Nobody can make its graph again."""
-    out = DataParallel(mlp(), executor=killable)(data(4, 3)).sum()
+    out = DataParallel(mlp(), executor=killable)(x).sum()
     gc.collect()
     kill(killable, 0, 1)
     assert "because the module is gone" in str(raised(out.backward))
