@@ -288,10 +288,10 @@ class Backward:
             others = parts.keys() - self._outputs.keys()
             chunks = [parts[i] for i in (*self._outputs, *others)]
             adding = Sums(master, call.leaves, [part.leaves for part in chunks])
-            self._run(adding)
+            answers = self._run(adding)
             sums = adding.finish(call.unused)
             filled = {call.leaves[at].kind for at in sums}
-            if any([one.chunks for one in self._kept.values()]):
+            if any([any(answer.reached) for answer in answers]):  # those stay in the replicas
                 filled.add("parameter")
             zeros = call.unused == "zeros" and "parameter" in filled
             for at, one in self._kept.items():

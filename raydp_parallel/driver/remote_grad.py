@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from raydp_parallel.state.lagging import BLIND, Args, Function, Named
 from raydp_parallel.wire.codec import StandIn
 
 _OPERATOR = type(torch.ops.aten.zero_)
+_SET_DATA = inspect.getattr_static(Tensor, "data").__set__
 
 
 @functools.cache
@@ -94,8 +96,12 @@ class RemoteGrad(StandIn):
         """Give the value to functions that know no dispatcher."""
         if _is_dispatched(func):
             return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = _replaced((args, kwargs or {}), cls.writable)
-        return func(*args, **kwargs)
+        values, named = _replaced((args, kwargs or {}), cls.writable)
+        found = func(*values, **named)
+        if func == _SET_DATA and isinstance(args[0], RemoteGrad):  # also of another dtype
+            args[0].stand.known = values[0]
+            nn.Parameter.__torch_function__(func, types, (args[0], values[0]))
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

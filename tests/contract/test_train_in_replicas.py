@@ -227,6 +227,7 @@ GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
     "dlpack": lambda net, grad: torch.from_dlpack(grad).mul_(2),
     "a function": lambda net, grad: grad.apply_(lambda value: value * 3),
     "shared": lambda net, grad: net.share_memory(),
+    "data": lambda net, grad: setattr(grad, "data", grad.data * 2),
 }
 
 
@@ -244,6 +245,31 @@ def test_T5_gradients_that_the_program_changes(what: str, two: Executor) -> None
             optimizer.step()
 
     compare(two, program, close=True)
+
+
+def test_T5_gradients_of_another_dtype(two: Executor) -> None:
+    """They follow their parameters."""
+
+    def program(model: Any, optimizer: Any) -> Any:
+        model.module.double()
+        model(torch.ones(4, 6).double()).sum().backward()
+        yield from [p.grad for p in model.module.float().parameters()]
+        optimizer.step()
+
+    compare(two, program)
+
+
+def test_T5_a_backward_that_reaches_no_parameter(two: Executor) -> None:
+    """What has no gradient gets none by it, whatever was added up before."""
+
+    def program(model: Any, optimizer: Any) -> Any:
+        last, x = model.module[2].requires_grad_(False), torch.ones(4, 6, requires_grad=True)
+        model(x).sum().backward()
+        last.requires_grad_(True)
+        model.run(lambda net, x: x * 2, x).sum().backward()
+        yield torch.tensor([p.grad is None for p in last.parameters()])
+
+    compare(two, program)
 
 
 def test_T5_gradients_that_the_program_keeps(two: Executor) -> None:
