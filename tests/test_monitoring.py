@@ -89,6 +89,16 @@ def test_the_table_shows_the_last_seconds_in_100_columns() -> None:
     assert "<td>0 cuda:0 NVIDIA H100 80GB HBM3</td>" in fake.stats()._repr_html_()
 
 
+def test_no_counter_shrinks_where_a_cluster_was_left() -> None:
+    """Its replicas waited until others took their places: Ray's counters refuse less."""
+    fake = Fake("left")
+    fake.now += 5
+    before = fake.stats()
+    fake.recorder.started(fake.infos[0])
+    more = metrics.increments(fake.stats().since(before))
+    assert min(value for *_, value in more) >= 0
+
+
 def test_status_has_the_table_of_each_executor(fake: Fake) -> None:
     fake.step()
     fake.recorder.event("something\x1b[2J rare")

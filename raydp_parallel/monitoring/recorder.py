@@ -54,6 +54,7 @@ class Recorder:
 
     def started(self, info: ReplicaInfo) -> None:
         """Note that a replica has a process; one after the first replaces another."""
+        self.called(info.index)  # the last one, whose cluster may have been left, waits no longer
         with self._lock:
             replaces = info.index in self._began
             self._free[info.index] = self._clock()
