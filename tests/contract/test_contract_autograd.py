@@ -294,6 +294,16 @@ def test_B5_sparse_gradients_of_all_replicas_stay_sparse(rows):
     assert use(wrap(words(), len(rows), unused_grads="none"))
 
 
+@pytest.mark.parametrize("unused", ["zeros", "none"])
+def test_B5_a_chunk_whose_words_the_loss_leaves_out(unused):
+    """It contributes zeros, too, unless these are unwanted."""
+    net = nn.Embedding(6, 3, sparse=True)
+    model = wrap(net, 2, unused_grads=unused)
+    two = model.run(lambda net, x: [net(x), net(x).detach()][:: 1 if x[0] else -1], torch.arange(2))
+    two[0].sum().backward()
+    assert net.weight.grad.is_sparse == (unused == "none")
+
+
 @alike(mlp)
 def test_B6_mixed_second_order(model):
     """The gradient of the input, differentiated by weights and back; ``.grad`` is left alone, but
