@@ -102,7 +102,7 @@ class Weights:
                 optimizers[number] = one.kind, one.keywords, groups, state
             value = parcel(optimizers, "optimizer")
             update = self._dispatcher.update(master, slot, weights)
-            request = ResumeRequest(master.number, update, master.stepped(), value)
+            request = ResumeRequest(master.number, update, (*master.trained,), value)
             if self._dispatcher.ask(Call(slot, "resume", request, master)) is not None:
                 self.version_at[slot] = *now, self.recalls
 

@@ -27,7 +27,15 @@ from raydp_parallel.devices.memory import copy_row, copy_up
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Kept, build
-from raydp_parallel.state.run import SMALL, Seen, same, seen, set_versions, versions_of
+from raydp_parallel.state.run import (
+    SMALL,
+    Seen,
+    same,
+    seen,
+    set_versions,
+    storage_of,
+    versions_of,
+)
 from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import (
     BackwardRequest,
@@ -116,10 +124,6 @@ class _Form:
         words = self.laid(tensors).view(torch.int64) != was.view(torch.int64)
         lines = words.view(len(self._owners), ALIGN // 8).any(1)
         return {*self._owners[lines.cpu().numpy()].tolist()}
-
-
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
 
 
 def _made(spec: TensorSpec, value: Tensor) -> Tensor:
@@ -325,13 +329,14 @@ class ReplicaModule:
                 continue  # it was taken out of the module since
             replaced = look[1] != state.seen[tag][1]  # as after ``t.data = other``
             state.seen[tag] = look
-            accessed = bool(touched) and _storage(t) in touched  # ``t.data.mul_(2)``, or only read
+            # ``t.data.mul_(2)``, or only read.
+            accessed = bool(touched) and storage_of(t) in touched
             unlike = replaced or tag in changed
             suspect = moved or accessed or tag in form.loose
             if suspect and not unlike and tag not in form.fresh:
                 kept = self.contents(tag) if first else None
                 if kept is None and accessed and not moved:
-                    kept = touched[_storage(t)]
+                    kept = touched[storage_of(t)]
                 if kept is not None and kept.shape == t.shape:
                     unlike = not same(t, kept)
                 else:

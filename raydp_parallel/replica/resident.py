@@ -39,7 +39,6 @@ class Resident:
         # Those of the norm, which the step may use again, and all that they follow from.
         self._last: dict[int, Tensor] = {}
         self._of: object = None
-        self._stepped: dict[int, int] = {}  # tags, each with that of the parameter in its memory
         # Each with its own parameters, and their tags.
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[nn.Parameter, int]]] = {}
 
@@ -128,7 +127,6 @@ class Resident:
             p.grad = grads.get(tag)
         try:
             optimizer.step()
-            self._follow()
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -141,13 +139,6 @@ class Resident:
                 p.grad = None
         return Row()
 
-    def _follow(self) -> None:
-        """Let what lies in a parameter's memory in the driver have its values."""
-        pairs = [pair for pair in self._stepped.items() if pair[0] != pair[1]]
-        into, values = [[self._module.tensor(pair[at]) for pair in pairs] for at in range(2)]
-        with torch.no_grad():
-            copy_row(into, values)
-
     # Coming and going.
 
     def resume(self, request: ResumeRequest) -> None:
@@ -155,8 +146,7 @@ class Resident:
         if self._module.device.type == "cpu":
             threads.return_large_blocks()
         self._module.stepped(request.stepped)
-        self._optimizers, self._stepped = {}, request.stepped
-        self._follow()
+        self._optimizers = {}
         row = [t.detach().clone() for t in request.optimizers.tensors]
         for number, one in request.optimizers.load(row).items():
             kind, keywords, groups, state = one

@@ -34,6 +34,7 @@ from raydp_parallel.state.run import (
     same,
     seen,
     set_versions,
+    storage_of,
     touch,
     versions_of,
 )
@@ -174,11 +175,10 @@ class Master:
                 shaped.append(one)
             if (lies, flags) != (then_lies, then_flags):
                 one.spec_at = self.revision
-            led = one.leader is not None
             lags = one.trained and issubclass(type(one.tensor), Lagging)
             if (contents or moved or version != then_version) and not lags:
                 one.content_at = self.revision
-                self.trained_was_edited |= led and (moved or one.trained)
+                self.trained_was_edited |= one.trained
         if any([one.spec_at == self.revision for one, _ in changed]):
             self._form()
         for one, now in changed:
@@ -195,8 +195,13 @@ class Master:
         check_devices(self.module)
         found = [one for one in self.records.values() if one.tensor.requires_grad]
         self.leaves = [Leaf(o.tensor, o.kind) for o in sorted(found, key=lambda o: o.tag)]
+        own = [one for one in self.records.values() if one.trained]
+        places = {PLAINLY(storage_of, (), (one.tensor,)): one.tag for one in own}
+        places.pop(0, None)
         for one in self.records.values():
             t = one.tensor
+            if not one.trained:
+                one.leader = places.get(storage_of(t)) if places else None
             one.plain = is_plain(t) and is_dense(t) and t.device == home
             if one.in_run:
                 one.shadow = None
@@ -253,38 +258,31 @@ class Master:
         """The parameters that replicas train, by tag."""
         return {one.tag: one.tensor for one in self.records.values() if one.trained}
 
-    def stepped(self) -> dict[int, int]:
-        """Return the tags that a step changes, each with that of the parameter in its memory."""
-        lies = {one.tag: one.seen[1] for one in self.records.values()}
-        led = {one.tag: one.leader for one in self.records.values() if one.leader in lies}
-        return {n: leader for n, leader in led.items() if lies[n] == lies[leader]}
-
     def train(self, tags: set[int]) -> None:
         """Let replicas have these parameters of their own, which no window holds, and no others."""
         self.revision += 1
         records = self.records.values()
-        trained = [one for one in records if one.tag in tags and one.seen[1][0]]  # in memory
-        places = {one.seen[1]: one.tag for one in trained}
         for one in records:
-            own = one.tag if one.tag in tags else None
-            one.leader = own or places.get(one.seen[1])
+            one.leader = one.tag if one.tag in tags else None
+        self._form()
+        for one in records:
             if one.leader is not None:
                 one.place, one.spec_at = None, self.revision
                 touch([one])  # which makes a copy to compare with
-        self._form()
 
     def lag(self, kind: type[nn.Parameter]) -> bool:
         """Let the weights that replicas train be older here, of a class that fetches them; returns
-        whether all can be. Nobody compares them with copies.
+        whether all can be, and nothing else lies in their memory. Nobody compares them with copies.
         """
-        found = [one for one in self.records.values() if one.trained]
+        led = [one for one in self.records.values() if one.leader is not None]
+        found = [one for one in led if one.trained]
         lagging = [one.tensor for one in found if type(one.tensor) in (nn.Parameter, kind)]
         for p in lagging:
             p.__class__ = kind
         for one in found:
             if one.late is None:  # of no class that would fetch them
                 one.late, one.shadow = PLAINLY(one.tensor.detach, (), ()), None
-        return len(lagging) == len(found)
+        return len(lagging) == len(led)
 
     def catch_up(self) -> None:
         """Note that all weights are of now: parameters are ordinary ones."""
@@ -300,6 +298,7 @@ class Master:
         """Take over what replicas have trained, in the memory that it was trained for: the program
         may have put other tensors in its place.
         """
+        touch([one for one in self.records.values() if one.leader is not None and not one.trained])
         for one in self.records.values():
             if one.tag in weights and one.late is not None:
                 with torch.no_grad():
@@ -467,10 +466,8 @@ class Master:
             self.look_at_tensors()
         if self.structure.at > revision:
             return "an attribute or a part of the module"
-        # What lies in the memory of a trained one follows its steps.
-        follow = {tag for tag, leader in self.stepped().items() if tag != leader}
         for one in self.records.values():
-            if one.content_at > revision and one.tag not in {*known, *follow}:
+            if one.content_at > revision and one.tag not in known:
                 named = *self.module.named_parameters(), *self.module.named_buffers()
                 name = next((name for name, t in named if t is one.tensor), "")
                 return f"{'parameter' if one.kind == 'parameter' else 'buffer'} {name!r}"

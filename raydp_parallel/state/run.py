@@ -11,6 +11,7 @@ gets what is written then with the next update.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 from collections.abc import Iterable
@@ -71,6 +72,13 @@ def seen(tensors: Iterable[Tensor]) -> list[Seen]:
     return found
 
 
+def storage_of(t: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if it has none."""
+    with contextlib.suppress(RuntimeError):  # a sparse one, or one that is made of others
+        return t.untyped_storage().data_ptr()
+    return 0
+
+
 def is_plain(t: Tensor) -> bool:
     """Tell if the bytes of a tensor's memory are its contents."""
     kind = type(t)
@@ -114,8 +122,8 @@ class Tracked:
     content_at: int = 0  # the revision since which it has its contents
     place: Place | None = None
     plain: bool = False  # a run may hold it
-    # Whose memory it lies in, if replicas step that: its own, or a parameter's, in which an
-    # attribute may lie, as spectral norm's weight.
+    # In whose storage it lies, if replicas step that: its own, or a parameter's, of which an
+    # attribute may be a part, or spectral norm's weight all.
     leader: int | None = None
     shadow: Tensor | None = None  # its contents as they were sent, if no run has them
     late: Tensor | None = None  # its memory, while replicas have later contents

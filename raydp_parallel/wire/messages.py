@@ -164,7 +164,7 @@ class ResumeRequest(NamedTuple):
 
     model: int
     update: StateUpdate | None  # the module, with the weights to begin with
-    stepped: dict[int, int]  # the tags that optimizers step, each with that of its values
+    stepped: tuple[int, ...]  # the tags that optimizers step
     # For each optimizer, by number: its class, the keywords of its constructor, its groups with
     # tags in the place of parameters, and its state by tag.
     optimizers: Parcel

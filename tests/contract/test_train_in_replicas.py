@@ -366,20 +366,22 @@ def test_T5_an_optimizer_that_keeps_what_it_was_given(two: Executor) -> None:
     compare(two, program, wide, Looking, close=True, lr=1e-3)
 
 
-def test_T5_an_attribute_in_the_memory_of_a_weight(two: Executor) -> None:
-    """It follows the steps of the replicas; the program itself sees them after a fetch."""
+@pytest.mark.parametrize("show", [lambda w: w, lambda w: w.T, lambda w: w[1:]])
+def test_T5_an_attribute_in_the_memory_of_a_weight(show: Any, two: Executor) -> None:
+    """It follows the steps of the replicas, also a part, and one that came later."""
 
     def make() -> nn.Module:
-        net: Any = Apply(lambda net, x: net.layer(x) + x @ net.alias.T, layer=nn.Linear(6, 2))
-        net.alias = net.layer.weight.data
+        net: Any = Apply(lambda net, x: net.layer(x) + net.alias.sum(), layer=nn.Linear(6, 2))
+        net.alias = show(net.layer.weight.data)
         return net
 
     def program(model: Any, optimizer: Any) -> Any:
         for step in range(6):
             yield advance(model, optimizer, step)
             if step == 2:  # from here on each has its own
-                model.sync()
-                model.module.layer.weight.data = model.module.alias * 2
+                model.module.layer.weight.data = model.module.layer.weight.data * 2
+            if step == 3:
+                model.module.alias = show(model.module.layer.weight.data)
 
     compare(two, program, make)
 
