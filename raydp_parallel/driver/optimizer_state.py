@@ -19,8 +19,10 @@ numbers = itertools.count(1)
 Values = dict[str, object]
 """Values of a group of an optimizer, or of its state of one parameter."""
 
-States = tuple[list[Values], dict[int, Values]]
-"""An optimizer's groups, with tags in the place of parameters, and its state by tag."""
+States = tuple[list[Values], dict[int | str, Values]]
+"""An optimizer's groups, with tags in the place of parameters, and its state by tag; by name, what
+it keeps for no parameter.
+"""
 
 
 class OptimizerState(torch.optim.Optimizer):
@@ -50,7 +52,8 @@ class OptimizerState(torch.optim.Optimizer):
             tags = [master.tag(p) for p, (row, _) in self.known.items() if row == number]
             group = self.param_groups[number] if number < len(self.param_groups) else {}
             groups.append({**group, **sent, "params": [n for n in tags if n is not None]})
-        state = {master.tag(p): dict(values) for p, values in self.__dict__["state"].items()}
+        own = vars(self)["state"].items()
+        state = {p if isinstance(p, str) else master.tag(p): values for p, values in own}
         return groups, {n: values for n, values in state.items() if n is not None}
 
     def changed(self) -> list[Values]:
@@ -65,7 +68,7 @@ class OptimizerState(torch.optim.Optimizer):
             news.append(values)
         return news
 
-    def arrive(self, groups: Sequence[Values], state: Mapping[int, Values]) -> None:
+    def arrive(self, groups: Sequence[Values], state: Mapping[int | str, Values]) -> None:
         """Take over what the replicas have."""
         # One may have been added.
         for group, sent, values in zip(self.param_groups, self.sent, groups, strict=False):
@@ -75,6 +78,7 @@ class OptimizerState(torch.optim.Optimizer):
                 if news and (known or name not in group):
                     group[name], sent[name] = value, copy.deepcopy(value)
         own, rows = self.__dict__["state"], self.param_groups
+        own.update((n, values) for n, values in state.items() if isinstance(n, str))
         on_device = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}
         for p, (_, tag) in self.known.items():
             if tag is not None and tag in state:  # of others, as of those that left, it stays

@@ -40,7 +40,7 @@ class Resident:
         self._last: dict[int, Tensor] = {}
         self._of: object = None
         # Each with its own parameters, and their tags.
-        self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[nn.Parameter, int]]] = {}
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[Tensor, int]]] = {}
 
     # Gradients.
 
@@ -162,16 +162,16 @@ class Resident:
                         state[tag]["step"] = step.cpu()
                 group["params"] = [params[tag] for tag in group["params"]]
             optimizer = kind(groups, **keywords)
-            optimizer.state.update((params[n], held) for n, held in state.items() if n in params)
+            optimizer.state.update((params.get(n, n), held) for n, held in state.items())
             self._optimizers[number] = optimizer, {p: tag for tag, p in params.items()}
 
     def snapshot(self, request: SnapshotRequest) -> Parcel:
         """Give the weights, or each optimizer's groups and state, by tag."""
         weights: dict[int, Tensor] = {}
-        states: dict[int, tuple[Sequence[object], dict[int, object]]] = {}
+        states: dict[int, tuple[Sequence[object], dict[object, object]]] = {}
         for number, (optimizer, tags) in self._optimizers.items():
             weights.update((tag, p.detach()) for p, tag in tags.items())
             rows, own = optimizer.param_groups, optimizer.state
             groups = [{**row, "params": [tags[p] for p in row["params"]]} for row in rows]
-            states[number] = groups, {n: dict(own[p]) for p, n in tags.items() if p in own}
+            states[number] = groups, {tags.get(p, p): held for p, held in own.items()}
         return parcel(weights if request.of == "weights" else states, "optimizer")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from raydp_parallel.state.run import storage_of
+
 _METHODS = ("numpy", "__array__", "__dlpack__", "register_hook", "retain_grad")
 """Those that give memory away, and those by which a tensor tells of a backward: none is computed
 ahead then.
@@ -28,12 +30,10 @@ _touched: Touched | None = None
 
 
 def _note(tensor: Tensor) -> None:
-    if _touched is not None:
-        with contextlib.suppress(Exception):  # tensors without a storage
-            address = tensor.untyped_storage().data_ptr()
-            if address not in _touched:
-                small = tensor.numel() * tensor.element_size() <= SMALL
-                _touched[address] = tensor.detach().clone() if small else None
+    address = 0 if _touched is None else storage_of(tensor)
+    if _touched is not None and address and address not in _touched:
+        small = tensor.numel() * tensor.element_size() <= SMALL
+        _touched[address] = tensor.detach().clone() if small else None
 
 
 def _noting(method: Callable[..., object]) -> Callable[..., object]:

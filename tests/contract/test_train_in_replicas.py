@@ -340,9 +340,11 @@ def wide(net: Any, x: Tensor) -> Tensor:
 
 
 class Looking(torch.optim.SGD):
-    """Keeps the gradients of the last step as they are, and adds them to those of this one."""
+    """Keeps the last step's gradients as they are, to add them, and a number for all parameters."""
 
     def step(self, closure: Any = None) -> Any:
+        self.state["all"]["t"] = self.state["all"].get("t", 0) + 1
+        self.param_groups[0]["lr"] = 1e-3 / self.state["all"]["t"]
         for p in self.param_groups[0]["params"]:
             last, self.state[p]["last"] = self.state[p].get("last"), p.grad
             p.grad = p.grad if last is None else p.grad + last
@@ -362,6 +364,8 @@ def test_T5_an_optimizer_that_keeps_what_it_was_given(two: Executor) -> None:
             loss.backward()
             yield clipped(optimizer, 1e9)
             optimizer.step()
+            if step == 2:
+                yield torch.tensor(optimizer.state["all"]["t"])
 
     compare(two, program, wide, Looking, close=True, lr=1e-3)
 
