@@ -138,7 +138,7 @@ class ReplicaModule:
         self.revision = 0  # the master's state that it has; -1 if it needs the whole
         self._structure = b""
         self._kept: Kept = {}  # of the modules that were made from it
-        self._tracked: dict[int, _Tracked] = {}
+        self.tracked: dict[int, _Tracked] = {}  # its tensors, by tag
         # The module sees a private mapping of each, in which its writes stay; the second one shows
         # the master's contents at any time.
         self._windows: dict[int, tuple[Window, Window]] = {}
@@ -149,7 +149,7 @@ class ReplicaModule:
     @property
     def lacking(self) -> bool:
         """True if contents were lost that only the driver has."""
-        return self.revision < 0 or any([one.lost for one in self._tracked.values()])
+        return self.revision < 0 or any([one.lost for one in self.tracked.values()])
 
     # The master's state.
 
@@ -172,14 +172,14 @@ class ReplicaModule:
         contents = {tag: views[tag] for tag in news.versions if tag in views}
         contents.update(zip(news.tags, update.contents, strict=True))
         for tag, spec in news.specs.items():
-            one = self._tracked.setdefault(tag, _Tracked(spec, _NOTHING))
+            one = self.tracked.setdefault(tag, _Tracked(spec, _NOTHING))
             one.spec = spec
             if spec.place is not None:
                 one.tensor = self._in_window(spec.place, 0)
         into: list[Tensor] = []
         values: list[Tensor] = []
         for tag, value in contents.items():
-            one = self._tracked[tag]
+            one = self.tracked[tag]
             small = tag not in views and value.numel() * value.element_size() <= raw_access.SMALL
             one.sent = value.detach().clone() if small else None
             one.lost = False
@@ -196,8 +196,8 @@ class ReplicaModule:
         copy_row(into, values)
         # Versions are the master's own numbers: torch's check of saved tensors finds the same here.
         for tag, version in news.versions.items():
-            self._tracked[tag].version = version
-        set_versions([self._tracked[tag].tensor for tag in news.versions], news.versions.values())
+            self.tracked[tag].version = version
+        set_versions([self.tracked[tag].tensor for tag in news.versions], news.versions.values())
         self.revision = update.revision
 
     def _bring(self, news: StateNews, update: StateUpdate, exchange: Exchange | None) -> None:
@@ -227,20 +227,16 @@ class ReplicaModule:
         key, offset, spec = place
         return self._windows[key][which].alone(spec, offset)
 
-    def tensor(self, tag: int) -> Tensor:
-        """Return the tensor of a tag."""
-        return self._tracked[tag].tensor
-
     def stepped(self, tags: Collection[int]) -> None:
         """Note which parameters optimizers here step: the master's contents are older from now
         on.
         """
-        for tag, one in self._tracked.items():
+        for tag, one in self.tracked.items():
             one.trained = tag in tags
 
     def contents(self, tag: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""
-        one = self._tracked[tag]
+        one = self.tracked[tag]
         if one.spec.place is not None:
             return self._in_window(one.spec.place, 1)
         return None if one.trained else self._run.views.get(tag, one.sent)
@@ -261,7 +257,7 @@ class ReplicaModule:
         state = (None if overlay else self._next) or self._make(overlay)
         self._next = None
         fresh = {tag: state.tensors[tag] for tag in state.form.fresh}
-        set_versions(fresh.values(), [self._tracked[tag].version for tag in fresh])
+        set_versions(fresh.values(), [self.tracked[tag].version for tag in fresh])
         state.versions = versions_of(state.tensors.values())
         state.keeps_data = not context.grad
         # One that runs again has reported its writes before.
@@ -271,30 +267,30 @@ class ReplicaModule:
 
     def _make(self, overlay: dict[int, Tensor]) -> ForwardState:
         if self._form is None:
-            used_windows = {one.spec.place[0] for one in self._tracked.values() if one.spec.place}
+            used_windows = {one.spec.place[0] for one in self.tracked.values() if one.spec.place}
             self._windows = {key: self._windows[key] for key in used_windows}
-            self._form = _Form(self._run, self._tracked)
+            self._form = _Form(self._run, self.tracked)
         form = self._form
         # Objects of their own: hooks, gradients and flags that a forward leaves are not the next's.
-        values = {tag: one.tensor.detach() for tag, one in self._tracked.items()}
+        values = {tag: one.tensor.detach() for tag, one in self.tracked.items()}
         # Each with a storage of its own: `resize_` finds no room in one that others share.
         fresh = {tag: torch.empty_like(there) for tag, there in form.fresh.items()}
         copy_row([*fresh.values()], [*form.fresh.values()])
         values.update(fresh)
         values.update((tag, value.detach().clone()) for tag, value in overlay.items())
-        tensors = {tag: _made(self._tracked[tag].spec, value) for tag, value in values.items()}
+        tensors = {tag: _made(self.tracked[tag].spec, value) for tag, value in values.items()}
         try:
             module, used = build(self._structure, tensors, self._kept, self.device)
         except Exception as error:  # code of the user's classes
             raise NotLoaded from error
         unused = tensors.keys() - used
         if not unused:
-            wanting = [tag for tag in sorted(tensors) if self._tracked[tag].spec.grad]
+            wanting = [tag for tag in sorted(tensors) if self.tracked[tag].spec.grad]
             looks = dict(zip(tensors, seen(tensors.values()), strict=True))
             return ForwardState(module, tensors, form, looks, wanting)
         # Only now it is known which tensors a new structure still has.
         for tag in unused:
-            del self._tracked[tag]
+            del self.tracked[tag]
         self._form = None
         return self._make(overlay)
 
@@ -324,7 +320,7 @@ class ReplicaModule:
         if not touched:  # nearly no parameters
             suspects = {n: t for n, t in suspects.items() if moves[n] or n in form.loose}
         for (tag, t), look in zip(suspects.items(), seen(suspects.values()), strict=True):
-            one, moved = self._tracked.get(tag), moves[tag]
+            one, moved = self.tracked.get(tag), moves[tag]
             if one is None:
                 continue  # it was taken out of the module since
             replaced = look[1] != state.seen[tag][1]  # as after ``t.data = other``
@@ -362,12 +358,12 @@ class ReplicaModule:
 
     def _renew(self, tag: int) -> None:
         """Make a tensor anew for the next forward: this one's graph may have saved it."""
-        place, kept = self._tracked[tag].spec.place, self.contents(tag)
-        anew = [self._tracked[tag]]
+        place, kept = self.tracked[tag].spec.place, self.contents(tag)
+        anew = [self.tracked[tag]]
         if place is not None:  # with all others there: it has one mapping
             key, shared = place[0], self._windows[place[0]][1]
             self._windows[key] = shared.private(), shared
-            anew = [o for o in self._tracked.values() if o.spec.place and o.spec.place[0] == key]
+            anew = [o for o in self.tracked.values() if o.spec.place and o.spec.place[0] == key]
         for one in anew:
             if one.spec.place is not None:
                 value = self._in_window(one.spec.place, 0)

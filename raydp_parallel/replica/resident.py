@@ -83,16 +83,18 @@ class Resident:
         members = 1 if exchange is None else exchange.size
         # Of a group each member has the chunk of its number, or none.
         chunks = [c for c in request.chunks if exchange is None or c == exchange.rank]
+        rows: dict[torch.dtype, dict[int, Tensor]] = {}
+        for tag in request.summed:
+            like = self._module.tracked[tag].tensor
+            rows.setdefault(like.dtype, {})[tag] = like
         # In the same order everywhere, as members exchange one after the other.
-        for dtype in dict.fromkeys([self._module.tensor(tag).dtype for tag in request.summed]):
-            own = [tag for tag in request.summed if self._module.tensor(tag).dtype == dtype]
-            like = [self._module.tensor(tag) for tag in own]
-            run, sums = summable(like, members, self._runs.pop(dtype, None))
+        for dtype, own in rows.items():
+            run, sums = summable([*own.values()], members, self._runs.pop(dtype, None))
             self._runs[dtype] = run
             for chunk in chunks[:1]:
-                copy_row(sums, self.gradients(own, chunk))
+                copy_row(sums, self.gradients([*own], chunk))
             for chunk in chunks[1:]:
-                for total, grad in zip(sums, self.gradients(own, chunk), strict=True):
+                for total, grad in zip(sums, self.gradients([*own], chunk), strict=True):
                     total.add_(grad)
             if exchange is not None:
                 exchange.add([run], request.chunks)
@@ -114,7 +116,7 @@ class Resident:
                 self._runs[dtype].mul_(request.scale)  # all of them at once
         grads = dict(self._last)
         for tag, given in request.from_driver.items():
-            like = self._module.tensor(tag)
+            like = self._module.tracked[tag].tensor
             grads[tag] = torch.zeros_like(like) if given is None else given.clone()
         if request.norm is not None:
             found = [grads[tag] for tag in tags.values() if tag in grads]
@@ -155,7 +157,7 @@ class Resident:
                 on_host = not (group.get("capturable") or group.get("fused"))
                 for tag in group["params"]:
                     # The module's memory and version, in an object of its own.
-                    t = self._module.tensor(tag)
+                    t = self._module.tracked[tag].tensor
                     params[tag] = nn.Parameter(t, t.is_floating_point() or t.is_complex())
                     step = state.get(tag, {}).get("step")
                     if isinstance(step, Tensor) and on_host:  # as torch's own loading does
