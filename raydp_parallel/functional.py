@@ -22,7 +22,7 @@ from raydp_parallel.options import Options, UnusedGrads
 from raydp_parallel.state.look import look
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, init=False)
 class RemoteReplica:
     """A module's replica on a device of the cluster. Called like the module; gradients reach the
     module itself.
@@ -39,10 +39,11 @@ class RemoteReplica:
     _unused: UnusedGrads
     _called: Called = None
 
+    def __init__(self, **parts: object) -> None:
+        vars(self).update({"_called": None, **parts})
+
     def __setattr__(self, name: str, value: object) -> None:
-        if name in vars(self) or name not in self.__dataclass_fields__:
-            raise AttributeError(f"{name!r} cannot be set on a replica: set it on the module")
-        vars(self)[name] = value
+        raise AttributeError(f"{name!r} cannot be set on a replica: set it on the module")
 
     def __getattr__(self, name: str) -> Any:
         # A value of the module's, or a method or submodule to be called there.
@@ -108,7 +109,7 @@ def replicate(
     Returns:
         One callable replica per device.
     """
-    look(network, id)  # raises upstream's errors for modules that it cannot replicate either
+    look(network, {})  # raises upstream's errors for modules that it cannot replicate either
     ids = [device_id(entry) for entry in devices]
     executor = executor or shared(Options())
     return replicas_of(network, ids, detach, executor, executor.options.unused_grads) if ids else []
@@ -118,8 +119,9 @@ def replicas_of(
     net: nn.Module, ids: Sequence[DeviceId], detach: bool, executor: Executor, unused: UnusedGrads
 ) -> list[RemoteReplica]:
     """Make one callable replica per device; a look at the module comes with the call."""
+    alike = {"module": net, "_executor": executor, "_detach": detach, "_unused": unused}
     made = zip(ids, executor.slots(ids), strict=True)
-    return [RemoteReplica(net, device, slot, executor, detach, unused) for device, slot in made]
+    return [RemoteReplica(**alike, device_id=device, _slot=slot) for device, slot in made]
 
 
 @ambient.uncompiled

@@ -347,7 +347,8 @@ class DataParallel(nn.DataParallel[T]):
             ids = self.device_ids[: len(args)]
             replicas = self.replicate(self.module, ids)
             if called is not None:
-                replicas = [replace(one, _called=called) for one in replicas]
+                made = functional.RemoteReplica
+                replicas = [made(**{**vars(one), "_called": called}) for one in replicas]
             if gather and self._own("parallel_apply", "gather"):
                 with self.executor.replica_set.lock:  # outputs lie in windows until then
                     return join(functional.apply(replicas, args, named, ids, self.dim, split))
@@ -373,7 +374,9 @@ class DataParallel(nn.DataParallel[T]):
                 return called, args, named, functools.partial(called.joined, place=place)
         if not split:
             return called, args, named, operator.itemgetter(0)
-        rows = [next(batch.sizes(chunk, self.dim), 0) for chunk in zip(args, named, strict=True)]
+        asked = self._options.scalars == "mean" or "num_items_in_batch" in named[0]
+        chunks = zip(args, named, strict=True) if asked else ()
+        rows = [next(batch.sizes(chunk, self.dim), 0) for chunk in chunks]
         scalars, shares = self._options.scalars, hugging_face.shares(named, rows)
         if shares is not None:  # by the Trainer, which wants one number
             scalars, named = "mean", shares

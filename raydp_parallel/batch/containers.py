@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import operator
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -114,9 +115,8 @@ def mapped(value: object, swap: Callable[[object], object]) -> Any:
     if not parts:
         return swap(value)
     found = {key: mapped(part, swap) for key, part in parts.items()}
-    if all(found[key] is part for key, part in parts.items()):
-        return value
-    return container_like(value, kind, found)
+    alike = all(map(operator.is_, found.values(), parts.values()))
+    return value if alike else container_like(value, kind, found)
 
 
 def container_like(like: Any, kind: ContainerKind, parts: Parts) -> Any:

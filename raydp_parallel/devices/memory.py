@@ -71,7 +71,7 @@ def _staging(
 
 def gpu_of(tensors: list[Tensor]) -> torch.device | None:
     """Return the first GPU on which one of the tensors lies."""
-    return next((t.device for t in tensors if t.is_cuda), None)
+    return next(iter([t.device for t in tensors if t.is_cuda]), None)
 
 
 def copy_row(into: list[Tensor], values: list[Tensor]) -> None:
@@ -80,7 +80,7 @@ def copy_row(into: list[Tensor], values: list[Tensor]) -> None:
     """
     if not into:
         return
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):  # `no_grad` is twice as many functions
         if into[0].device.type == "cpu":
             torch._foreach_copy_(into, values)
             return

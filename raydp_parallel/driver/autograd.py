@@ -284,7 +284,7 @@ class Backward:
                 for at in stay:
                     leaf, kind = call.leaves[at]
                     if kind == "parameter" and PLAINLY(self._gradients.keeps, (), (leaf,)):
-                        self._kept[at] = self._gradients.sums[leaf]
+                        self._kept[at] = self._gradients.sums[id(leaf)]
             others = parts.keys() - self._outputs.keys()
             chunks = [parts[i] for i in (*self._outputs, *others)]
             adding = Sums(master, call.leaves, [part.leaves for part in chunks])
@@ -410,10 +410,10 @@ class Backward:
         master = parts[0].master
         if not 1 < len(parts) == len(self._outputs) or not master.alike:
             return []
-        if not all(p.graph.on(p.slot) and p.master is master for p in parts):
-            return []
 
         def size() -> int:
+            if not all([p.graph.on(p.slot) and p.master is master for p in parts]):
+                return 0
             wanted = [call.leaves[at] for at in self._needed]
             return sum([leaf.nbytes for leaf, kind in wanted if kind == "parameter"])
 

@@ -46,6 +46,8 @@ from raydp_parallel.wire.messages import (
 Called = str | Callable[..., object] | None
 """A method's name, a function that takes the module first, or None for the module itself."""
 
+_NO_MODULE = nn.Module()
+
 _numbers = itertools.count(1)
 """Numbers of objects of Ray's store that replicas get beside messages."""
 
@@ -116,7 +118,7 @@ class ForwardCall(Call):
         versions = versions_of(tensors)
         self._before = master.revision, steps, versions, master.leaves
         self.makes = None
-        if self.terms.context.grad and (self.inputs or master.leaves):
+        if self.terms.context.grad and (master.leaves or self.inputs):
             self.makes = RemoteGraph(next(self.executor.keys))
             if seat is None:
                 self.makes.recipe = [self]
@@ -159,7 +161,7 @@ class ForwardCall(Call):
         self._update = None
         self.work = Call.work  # another run is no call
         # The caller's may be freed.
-        self.given = self.given._replace(module=nn.Module(), args=(), kwargs={}, called=None)
+        self.given = self.given._replace(module=_NO_MODULE, args=(), kwargs={}, called=None)
 
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
@@ -202,8 +204,8 @@ class ForwardCall(Call):
 
 def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
     """Refuse a criterion that has the module's parameters: they would be sent with each call."""
-    own = {id(p) for p in module.parameters()}
-    if any(id(t) in own for t in carried):
+    own = {id(p) for p in module.parameters()} if carried else ()
+    if any([id(t) in own for t in carried]):
         raise ValueError(
             "with_loss: the criterion has parameters of the model: let a method of the module "
             "compute the loss, for model.call(), or give a function of the output alone"
@@ -226,7 +228,7 @@ def start(
         calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
-            first = at_once is None and all(call.master is not master for call in calls)
+            first = at_once is None and master not in [call.master for call in calls]
             terms = Terms(i, context, threads, given.error_prefix, first, seed)
             calls.append(ForwardCall(executor, terms, master, given))
         inputs = [call.inputs for call in calls]
@@ -304,9 +306,9 @@ class Forward:
                     if not (lend and answer.anew) and mine.device == t.device:
                         mine = mine.clone()
                     row.append(mine.requires_grad_(t.requires_grad and call.makes is not None))
-                outputs.append(answer.output._replace(tensors=row))
+                outputs.append(Parcel(answer.output.skeleton, row))
             rows = [output.tensors for output in outputs]
-            if any(t.requires_grad for row in rows for t in row):
+            if any([t.requires_grad for row in rows for t in row]):
                 self._attach(answers, rows)
             return [output.load() for output in outputs]
 
@@ -315,29 +317,31 @@ class Forward:
         leaves: list[Leaf] = []
         known: dict[tuple[int, bool], int] = {}
 
-        def number(leaf: Leaf, there: object) -> int | None:
-            """Number a leaf. A parameter that is also an input is two: replicas may keep one's
+        def number(chosen: Sequence[Leaf], reached: bytes) -> Numbers:
+            """Number leaves. A parameter that is also an input is two: replicas may keep one's
             gradient.
             """
-            key = id(leaf.tensor), leaf.kind == "input"
-            if there and known.setdefault(key, len(leaves)) == len(leaves):
-                leaves.append(leaf)
-            return known[key] if there else None
+            found: list[int | None] = []
+            for leaf, there in zip(chosen, reached, strict=True):
+                key = id(leaf.tensor), leaf.kind == "input"
+                if there and key not in known:
+                    known[key] = len(leaves)
+                    leaves.append(leaf)
+                found.append(known[key] if there else None)
+            return found
 
         marks = {master: master.mark() for master in {call.master for call in self.calls}}
         # Where chunks reach the same leaves.
-        alike: dict[tuple[Trainable, bool, bytes], Numbers] = {}
+        alike: dict[tuple[Trainable, bytes], Numbers] = {}
         parts: dict[int, Part] = {}
         for call, own, answer, row in zip(self.calls, self.inputs, answers, rows, strict=True):
-            if call.makes is None or not any(t.requires_grad for t in row):
+            if call.makes is None or not any([t.requires_grad for t in row]):
                 continue
-            master, detach, count = call.master, call.given.detach, len(call.master.leaves)
-            reached, others = answer.reached[:count], answer.reached[count:]
-            key = master, detach, reached
+            master, count = call.master, len(call.master.leaves)
+            key = master, bytes(count) if call.given.detach else answer.reached[:count]
             if key not in alike:
-                there = bytes(count) if detach else reached
-                alike[key] = [*map(number, master.leaves, there)]
-            inputs = [*map(number, [Leaf(t, "input") for t in own], others)]
+                alike[key] = number(master.leaves, key[1])
+            inputs = number([Leaf(t, "input") for t in own], answer.reached[count:])
             leads = marks[master], [*alike[key], *inputs]
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         for call in self.calls:

@@ -79,9 +79,10 @@ class Sums:
         elif layout is not None and alike:
             size, device = layout.size, self._run.device
             into = _memory(self._master, size, device) if self._lent else self._run
-            runs = map(layout.runs, (self._run, row.memory, into))
-            for total, grads, out in zip(*runs, strict=True):
-                torch.add(total, grads, out=out)  # [12] sum
+            outs, grads = layout.runs(into), layout.runs(row.memory)
+            totals = layout.runs(self._run) if self._lent else outs
+            for total, grad, out in zip(totals, grads, outs, strict=True):
+                torch.add(total, grad, out=out)  # [12] sum
             self._run, self._lent = into, False
         else:
             self._take_apart()

@@ -307,14 +307,14 @@ class Resident:
         sums: list[Sum] = []
         given: dict[int, Tensor | None] = {}
         for p, (_, tag) in optimizer.rows(self._master).items():
-            grad, one = p.grad, self.gradients.sums.get(p)
+            grad, one = p.grad, self.gradients.sums.get(id(p))
             if tag is None or grad is None:
                 continue
-            if one is None or one.stand is None or one.stand.touched:
+            if one is None or (stand := one.stand) is None or stand.touched:
                 here = grad.detach()
                 # A death may have a step sent again, when the program has written there.
                 given[tag] = here.clone() if norm is None else here
-            elif one.stand.zeroed or not (one.chunks or one.missed):
+            elif stand.zeroed or not (one.chunks or one.missed):
                 given[tag] = None
             else:
                 sums.append(one)

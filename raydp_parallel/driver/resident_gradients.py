@@ -46,7 +46,7 @@ class Kept(RemoteGraph):
     backwards that did it, unless a step has changed the weights. It may be a part of the sums.
     """
 
-    def __init__(self, chunk: int, sums: Mapping[Tensor, Sum]) -> None:
+    def __init__(self, chunk: int, sums: Mapping[int, Sum]) -> None:
         super().__init__(chunk)
         self.recipe, self._sums = [], sums
 
@@ -77,7 +77,8 @@ class Gradients:
 
     def __init__(self, dispatcher: Dispatcher, master: Master, bring: Fetch) -> None:
         self._dispatcher, self._master, self._bring = dispatcher, master, bring
-        self.sums: dict[Tensor, Sum] = {}  # by parameter: one that leaves takes its own along
+        # By the parameter's id: one that leaves takes its own along.
+        self.sums: dict[int, Sum] = {}
         self._kept: dict[int, Kept] = {}  # by chunk
         self.begun = 0  # backwards, each of which may change what chunks have kept
 
@@ -88,8 +89,8 @@ class Gradients:
         self.begun += 1
         anew = []
         for tag, p in self._master.trained.items():
-            one = self.sums.setdefault(p, Sum(p, tag))
-            if one.stand is None or one.stand.zeroed:
+            one = self.sums[id(p)] = self.sums.get(id(p)) or Sum(p, tag)
+            if (stand := one.stand) is None or stand.zeroed:
                 anew.append(one)
         # The program, or an exception's traceback, may still have what stood for the last ones.
         with contextlib.suppress(GraphLost, StateChanged):
@@ -101,7 +102,7 @@ class Gradients:
 
     def keeps(self, parameter: Tensor) -> bool:
         """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
-        one = self.sums.get(parameter)
+        one = self.sums.get(id(parameter))
         if one is None or not parameter.requires_grad or parameter.dtype.is_complex:  # as in gloo
             return False
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -164,7 +165,7 @@ class Gradients:
 
     def refuse_missed(self, sums: Sequence[Sum]) -> None:
         """Raise an error for gradients that cannot be made again."""
-        if any(one.missed for one in sums):
+        if any([one.missed for one in sums]):
             raise GraphLost(
                 "gradients of before the last step went with their replica, or with a backward "
                 "that failed: call zero_grad() after each step, or use them before the next"
@@ -195,11 +196,11 @@ class Gradients:
         with contextlib.suppress(GraphLost, StateChanged):
             self.fetch([one for one in left if not one.missed])
         for one in left:
-            del self.sums[one.parameter]
+            del self.sums[id(one.parameter)]
 
     def clear(self) -> None:
         """Forget all: the replicas that had it are gone."""
-        for p in self.sums:
-            if isinstance(p.grad, RemoteGrad):
-                p.grad = None
+        for one in self.sums.values():
+            if isinstance(one.parameter.grad, RemoteGrad):
+                one.parameter.grad = None
         self.sums.clear()

@@ -13,6 +13,7 @@ import copyreg
 import functools
 import inspect
 import io
+import itertools
 import operator
 import pickle
 import sys
@@ -28,6 +29,7 @@ from torch.nn.utils import parametrize
 
 from raydp_parallel.errors import warn
 from raydp_parallel.state import sources
+from raydp_parallel.state.run import Tracked
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import StandIn
 from raydp_parallel.wire.messages import Sources
@@ -49,6 +51,9 @@ _REFUSED = "Cannot replicate network where python modules are children of Script
 
 _LARGE = 4 << 20
 """Bytes that a user notices in each forward, here and in each replica."""
+
+_tags = itertools.count(1)
+"""Numbers of tensors in the replicas."""
 
 _building = threading.local()
 """The tensors and the device of the module that is being built in this thread, and what is kept of
@@ -89,7 +94,7 @@ class Structure:
             for name, value in vars(part).items():
                 if name not in ("_parameters", "_buffers", "_modules"):
                     with contextlib.suppress(Exception):  # parts of a TorchScript module
-                        sizes[f"{path}.{name}"] = len(look(value, lambda _: 0))
+                        sizes[f"{path}.{name}"] = len(look(value, {})[0])
         name = max(sizes, key=sizes.__getitem__, default="")
         if sizes.get(name, 0) > _LARGE // 2:
             warn(
@@ -100,7 +105,8 @@ class Structure:
 
 
 class _LookPickler(pickling.Pickler):
-    tag: Callable[[Tensor], int]
+    known: Mapping[int, Tracked]  # tensors of the last look, by their ids
+    found: dict[int, Tracked]  # those of this one
     set_on: Callable[[type], dict[str, object]]
 
     def reducer_override(self, value: Any) -> object:
@@ -112,7 +118,9 @@ class _LookPickler(pickling.Pickler):
                 value.detach()  # raises torch's own ValueError, as upstream's replication does
             # What users set on parameters; torch.compile's notes stay here.
             own = vars(value) and {k: v for k, v in vars(value).items() if k[:7] != "_dynamo"}
-            return _tensor, (self.tag(value),), own or None, None, None, pickling.set_state
+            one = self.known.get(id(value)) or Tracked(next(_tags), value)
+            one = self.found.setdefault(id(value), one)
+            return _tensor, (one.tag,), own or None, None, None, pickling.set_state
         if isinstance(value, nn.Module):
             return _reduce_module(value) or super().reducer_override(value)
         if kind is types.CodeType:
@@ -180,22 +188,23 @@ def _put_on(_: type, found: dict[type, dict[str, object]]) -> None:
             setattr(kind, name, first if value is None else value)
 
 
-def look(module: object, tag: Callable[[Tensor], int]) -> bytes:
-    """Pickle a module's structure, with the tags of its tensors.
+def look(module: object, known: Mapping[int, Tracked]) -> tuple[bytes, dict[int, Tracked]]:
+    """Pickle a module's structure, with the tags of its tensors: those of the last look, and new
+    ones. Returns the tensors, too, by their ids.
 
     Raises:
         TransferError: Something in it cannot be sent.
     """
     file = io.BytesIO()
     pickler = _LookPickler(file)
-    pickler.tag, pickler.set_on = tag, functools.cache(_set_on)
+    pickler.known, pickler.found, pickler.set_on = known, {}, functools.cache(_set_on)
     try:
         pickler.dump(module)
     except Exception as error:
         if "uninitialized parameter" in str(error) or str(error) == _REFUSED:
             raise  # upstream's own words
         raise pickling.unsendable(module, "module", error) from None
-    return file.getvalue()
+    return file.getvalue(), pickler.found
 
 
 def build(

@@ -10,7 +10,6 @@ sent but their versions.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import weakref
 from collections.abc import Collection, Iterable, Mapping
@@ -42,9 +41,6 @@ from raydp_parallel.wire.messages import StateNews, StateUpdate, TensorSpec, Wri
 from raydp_parallel.wire.windows import PAGE, Window
 
 _MOST_WINDOWS = 16
-
-_tags = itertools.count(1)
-"""Numbers of tensors in the replicas."""
 
 
 class Leaf(NamedTuple):
@@ -101,7 +97,8 @@ class Master:
     @property
     def home(self) -> torch.device:
         """The device of the module."""
-        return next((one.tensor.device for one in self.records.values()), torch.device("cpu"))
+        first = next(iter(self.records.values()), None)
+        return torch.device("cpu") if first is None else first.tensor.device
 
     def tag(self, tensor: Tensor) -> int | None:
         """Return the tag of a tensor; None if the module does not have it."""
@@ -112,21 +109,12 @@ class Master:
 
     def look(self) -> None:
         """Find out what changed since the last look, and number the state if something did."""
-        known, found = self.records, dict[int, Tracked]()
-
-        def tag(tensor: Tensor) -> int:
-            key = id(tensor)
-            one = found.get(key)
-            if one is None:
-                one = found[key] = known.get(key) or Tracked(next(_tags), tensor)
-            return one.tag
-
         self._looked, self._updates = self.revision, {}
         last, texts = self.structure, sources.current()
         if texts != last.sources:
             self.revision += 1
             last.sources, last.sources_at = texts, self.revision
-        structure = look(self.module, tag)
+        structure, found = look(self.module, self.records)
         if structure != last.bytes:
             self._restructure(found)
             last.at = self.revision
@@ -202,7 +190,8 @@ class Master:
             t = one.tensor
             if not one.trained:
                 one.leader = places.get(storage_of(t)) if places else None
-            one.plain = is_plain(t) and is_dense(t) and t.device == home
+            plain = is_plain(t) and is_dense(t) and t.device == home
+            one.in_run = plain and one.leader is None
             if one.in_run:
                 one.shadow = None
         for mapped, run in [*self._runs.items()]:
@@ -215,8 +204,7 @@ class Master:
                 self._runs[mapped] = StateRun(self.revision, self._in_run(mapped), home)
 
     def _in_run(self, mapped: bool) -> list[Tracked]:
-        found = [one for one in self.records.values() if one.in_run]
-        return [one for one in found if one.place is None] if mapped else found
+        return [o for o in self.records.values() if o.in_run and (o.place is None or not mapped)]
 
     def _map(self, large: list[Tracked]) -> None:
         """Move large tensors into a window of their own pages."""
@@ -256,7 +244,7 @@ class Master:
     @property
     def trained(self) -> dict[int, Tensor]:
         """The parameters that replicas train, by tag."""
-        return {one.tag: one.tensor for one in self.records.values() if one.trained}
+        return {o.tag: o.tensor for o in self.records.values() if o.leader == o.tag}
 
     def train(self, tags: set[int]) -> None:
         """Let replicas have these parameters of their own, which no window holds, and no others."""
@@ -440,10 +428,10 @@ class Master:
 
     def _copied(self, records: list[Tracked]) -> Contents:
         """Copy tensors, plain ones at once: on a GPU each clone is a launch."""
-        plain = [one for one in records if one.plain]
+        plain = [one for one in records if one.in_run]
         before = {one.tag: torch.empty_like(one.tensor) for one in plain}
         copy_row([*before.values()], [one.tensor for one in plain])
-        before.update((o.tag, o.tensor.detach().clone()) for o in records if not o.plain)
+        before.update((o.tag, o.tensor.detach().clone()) for o in records if not o.in_run)
         return before
 
     def mark(self, records: Collection[Tracked] | None = None) -> Mark:
@@ -486,7 +474,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for master in [*_masters]:
         found = [master.records[id(p)] for p in params if id(p) in master.records]
-        touch([one for one in found if not one.trained and one.tensor.grad is not None])
+        touch([one for one in found if one.leader != one.tag and one.tensor.grad is not None])
 
 
 register_optimizer_step_post_hook(_note_step)

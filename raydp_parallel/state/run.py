@@ -121,7 +121,7 @@ class Tracked:
     spec_at: int = 0  # the revision since which it is as it is, but for contents
     content_at: int = 0  # the revision since which it has its contents
     place: Place | None = None
-    plain: bool = False  # a run may hold it
+    in_run: bool = False  # a run has its contents
     # In whose storage it lies, if replicas step that: its own, or a parameter's, of which an
     # attribute may be a part, or spectral norm's weight all.
     leader: int | None = None
@@ -133,11 +133,6 @@ class Tracked:
     def trained(self) -> bool:
         """True if replicas have one of their own."""
         return self.leader == self.tag
-
-    @property
-    def in_run(self) -> bool:
-        """True if a run has its contents."""
-        return self.plain and self.leader is None
 
     def keep_copy(self) -> None:
         """Copy the contents, to compare those of the next forward with them."""

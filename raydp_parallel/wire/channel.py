@@ -17,9 +17,11 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import itertools
 import pickle
 import socket
 import struct
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -101,7 +103,7 @@ class Channel:
         number, layout = known
         gpu = self.ipc if self.ipc and memory.gpu_of(packet.tensors) == self.ipc else None
         near = gpu is not None
-        size, export, fds = 0, None, [window.fd for window in packet.windows]
+        size, export, fds = 0, None, [*map(attrgetter("fd"), packet.windows)]
         window = self._out.get(near, _NOTHING)
         if window.size < layout.size:
             size = layout.size + layout.size // 4
@@ -124,7 +126,7 @@ class Channel:
         summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)
         if summed and layout.size:
             total = memory.total(window.memory[: layout.size])
-        shared = [other.size for other in packet.windows]
+        shared = [*map(attrgetter("size"), packet.windows)]
         # The number of the layout and, where the other end does not know them, its specs, the size
         # of a new window, its description on a GPU, and sizes of windows that the message shares.
         about = pickle.dumps((number, new, near, size, export, shared, total))
@@ -171,7 +173,7 @@ class Channel:
             self._in[near] = Window(size, fds.pop(0))
         if new is not None:
             self._theirs[number] = Layout(new)
-        windows = [Window(n, fd) for n, fd in zip(shared, fds, strict=True)]
+        windows = [*itertools.starmap(Window, zip(shared, fds, strict=True))]
         layout, device = self._theirs[number], device or self._device
         self.moved[1] += layout.size
         self._way = []
