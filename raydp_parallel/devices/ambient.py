@@ -217,7 +217,7 @@ def refuse_transforms() -> None:
 def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
     """Raise the same for derivatives of forward mode, which would be lost in silence."""
     duals = torch.autograd.forward_ad
-    if any(duals.unpack_dual(t).tangent is not None for t in tensors):
+    if any([duals.unpack_dual(t).tangent is not None for t in tensors]):
         raise NotImplementedError(_NO_TRANSFORMS)
 
 

@@ -157,7 +157,7 @@ class ForwardCall(Call):
         """Keep the arguments' memory for another run, and not the program's tensors."""
         # With the same versions.
         tensors = [t.detach().requires_grad_(t.requires_grad) for t in self._arguments.tensors]
-        self._arguments = self._arguments._replace(tensors=tensors)
+        self._arguments = Parcel(self._arguments.skeleton, tensors)
         self._update = None
         self.work = Call.work  # another run is no call
         # The caller's may be freed.
@@ -346,8 +346,6 @@ class Forward:
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         for call in self.calls:
             call.keep()
-        group, unused = None, self.calls[0].given.unused
-        if self.flight.together:
-            group = [call.slot for call in self.calls]
-        node = CallNode(self.executor, leaves, unused, group, parts)
+        group = [call.slot for call in self.calls] if self.flight.together else None
+        node = CallNode(self.executor, leaves, self.calls[0].given.unused, group, parts)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach

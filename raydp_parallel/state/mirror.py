@@ -135,7 +135,7 @@ class Master:
             self._compare(changed)
 
     def _restructure(self, found: dict[int, Tracked]) -> None:
-        gone = {one.tag for key, one in self.records.items() if one.trained and key not in found}
+        gone = {tag for tag, t in self.trained.items() if id(t) not in found}
         if gone and self.resident is not None:
             self.resident.fetch_departing(gone)  # while replicas still have them
         self.revision += 1
@@ -163,10 +163,11 @@ class Master:
                 shaped.append(one)
             if (lies, flags) != (then_lies, then_flags):
                 one.spec_at = self.revision
-            lags = one.trained and issubclass(type(one.tensor), Lagging)
+            own = one.leader == one.tag
+            lags = own and issubclass(type(one.tensor), Lagging)
             if (contents or moved or version != then_version) and not lags:
                 one.content_at = self.revision
-                self.trained_was_edited |= one.trained
+                self.trained_was_edited |= own
         if any([one.spec_at == self.revision for one, _ in changed]):
             self._form()
         for one, now in changed:
@@ -183,12 +184,12 @@ class Master:
         check_devices(self.module)
         found = [one for one in self.records.values() if one.tensor.requires_grad]
         self.leaves = [Leaf(o.tensor, o.kind) for o in sorted(found, key=lambda o: o.tag)]
-        own = [one for one in self.records.values() if one.trained]
+        own = [one for one in self.records.values() if one.leader == one.tag]
         places = {PLAINLY(storage_of, (), (one.tensor,)): one.tag for one in own}
         places.pop(0, None)
         for one in self.records.values():
             t = one.tensor
-            if not one.trained:
+            if one.leader != one.tag:
                 one.leader = places.get(storage_of(t)) if places else None
             plain = is_plain(t) and is_dense(t) and t.device == home
             one.in_run = plain and one.leader is None
@@ -263,7 +264,7 @@ class Master:
         whether all can be, and nothing else lies in their memory. Nobody compares them with copies.
         """
         led = [one for one in self.records.values() if one.leader is not None]
-        found = [one for one in led if one.trained]
+        found = [one for one in led if one.leader == one.tag]
         lagging = [one.tensor for one in found if type(one.tensor) in (nn.Parameter, kind)]
         for p in lagging:
             p.__class__ = kind
@@ -275,10 +276,10 @@ class Master:
     def catch_up(self) -> None:
         """Note that all weights are of now: parameters are ordinary ones."""
         for one in self.records.values():
-            kind = type(one.tensor)
-            if one.trained and issubclass(kind, Lagging) and kind.source is self.resident:
+            kind, own = type(one.tensor), one.leader == one.tag
+            if own and issubclass(kind, Lagging) and kind.source is self.resident:
                 one.tensor.__class__ = nn.Parameter
-            if one.trained and one.late is not None:
+            if own and one.late is not None:
                 one.late = None
                 one.keep_copy()
 
@@ -286,7 +287,7 @@ class Master:
         """Take over what replicas have trained, in the memory that it was trained for: the program
         may have put other tensors in its place.
         """
-        touch([one for one in self.records.values() if one.leader is not None and not one.trained])
+        touch([one for one in self.records.values() if one.leader is not None and not one.leader == one.tag])
         for one in self.records.values():
             if one.tag in weights and one.late is not None:
                 with torch.no_grad():

@@ -122,17 +122,12 @@ class Tracked:
     content_at: int = 0  # the revision since which it has its contents
     place: Place | None = None
     in_run: bool = False  # a run has its contents
-    # In whose storage it lies, if replicas step that: its own, or a parameter's, of which an
-    # attribute may be a part, or spectral norm's weight all.
+    # In whose storage it lies, if replicas step that: its own, as they train it, or a parameter's,
+    # of which an attribute may be a part, or spectral norm's weight all.
     leader: int | None = None
     shadow: Tensor | None = None  # its contents as they were sent, if no run has them
     late: Tensor | None = None  # its memory, while replicas have later contents
     written: int = 0  # by how much writes have moved its version that graphs need not know of
-
-    @property
-    def trained(self) -> bool:
-        """True if replicas have one of their own."""
-        return self.leader == self.tag
 
     def keep_copy(self) -> None:
         """Copy the contents, to compare those of the next forward with them."""

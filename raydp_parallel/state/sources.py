@@ -116,7 +116,8 @@ def current() -> Sources:
     """Collect the sources of this process."""
     global _latest, _loaded
     as_it_was = [_spec(name) is _read[name][0] for name in _latest.modules]
-    paths = tuple(dict.fromkeys([os.path.abspath(p) for p in sys.path if isinstance(p, str)]))
+    found = [path for path in sys.path if isinstance(path, str)]
+    paths = tuple(dict.fromkeys([p if p[:1] == os.sep else os.path.abspath(p) for p in found]))
     if len(sys.modules) != _loaded or paths != _latest.paths or not all(as_it_was):
         modules = {}
         for name in [*sys.modules]:
