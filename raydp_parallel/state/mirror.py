@@ -287,8 +287,9 @@ class Master:
         """Take over what replicas have trained, in the memory that it was trained for: the program
         may have put other tensors in its place.
         """
-        touch([one for one in self.records.values() if one.leader is not None and not one.leader == one.tag])
-        for one in self.records.values():
+        records = self.records.values()
+        touch([one for one in records if one.leader not in (None, one.tag)])
+        for one in records:
             if one.tag in weights and one.late is not None:
                 with torch.no_grad():
                     one.late.copy_(weights[one.tag])
