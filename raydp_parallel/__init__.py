@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "1.0.0rc2"
 
-_HOMES = {
+_MODULES = {
     "wrapper": ("DataParallel", "data_parallel"),
     "driver.executor": ("Executor", "shutdown"),
     "options": ("Options",),
@@ -54,7 +54,7 @@ _HOMES = {
     "replica.sync_batch_norm": ("convert_sync_batchnorm",),
 }
 
-__all__ = [*itertools.chain(*_HOMES.values())]
+__all__ = [*itertools.chain(*_MODULES.values())]
 __all__ += [name for name, value in vars(errors).items() if isinstance(value, type)]
 
 
@@ -62,9 +62,9 @@ def __getattr__(name: str) -> Any:
     """Import torch, and all of this package, with the first name that is used: the command needs
     none.
     """
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
             importlib.import_module(f"{__name__}.wrapper")  # notes threads and sources as they are
-            found = vars(importlib.import_module(f"{__name__}.{home}"))
+            found = vars(importlib.import_module(f"{__name__}.{module}"))
             return globals().setdefault(name, found[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

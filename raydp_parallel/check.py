@@ -68,7 +68,7 @@ def checks(executor: Executor, net: nn.Module, x: Tensor) -> Iterator[tuple[str,
     # Sums in another order differ by less, in double precision.
     yield "compared", worst <= 1e-9, f"outputs, gradients and weights of {_STEPS} steps: {exact}"
     _say("  A replica is killed now, and the log says so:")
-    victim = executor.replica_set.ready()[-1].client
+    victim = executor.replica_set.ready_slots()[-1].client
     found = trained(net, x, executor, lambda step: victim.end() if step == 1 else None)
     executor.grow()
     same = all(map(torch.equal, found, ours))

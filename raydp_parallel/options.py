@@ -78,8 +78,8 @@ class Options:
         """Suggest the name that was meant."""
         names = cls.__dataclass_fields__
         for name in given.keys() - names:
-            near = difflib.get_close_matches(name, names, 1) or names
-            raise TypeError(f"Options has no {name!r}; it has {', '.join(near)}")
+            meant = difflib.get_close_matches(name, names, 1) or names
+            raise TypeError(f"Options has no {name!r}; it has {', '.join(meant)}")
         return super().__new__(cls)
 
     @property

@@ -84,7 +84,7 @@ def deadly() -> None:
 
     def deadly_send(self: Any, slot: Any, call: Any, *how: Any) -> Any:
         due = call.phase in ("forward", "backward") and next(calls) % 50 == 0
-        if due and slot.ready and len(self.replica_set.ready()) > 1:
+        if due and slot.ready and len(self.replica_set.ready_slots()) > 1:
             os.kill(slot.info().pid, signal.SIGKILL)
         return send(self, slot, call, *how)
 

@@ -130,8 +130,8 @@ class Cluster:
     def __init__(self, patch: Callable[..., None]) -> None:
         self.sums: dict[tuple[str, ...], float] = {}
         self.entries: dict[str, str] = {}
-        patch(ray_api, "count", self.count)
-        patch(ray_api, "gauge", self.gauge)
+        patch(ray_api, "add_to_counter", self.count)
+        patch(ray_api, "set_gauge", self.gauge)
         patch(ray_api, "connected", lambda: True)
         patch(ray_api, "put_entry", self.entries.__setitem__)
         patch(ray_api, "delete_entry", self.entries.pop)

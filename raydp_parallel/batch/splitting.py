@@ -42,7 +42,7 @@ def weighted_sizes(rows: int, chunks: int, weights: Sequence[float]) -> list[int
 
 
 @dataclass
-class _Plan:
+class _Cutting:
     """How values are cut, and the cuts made so far: path, size (None if a rule cut it), chunks."""
 
     chunks: int
@@ -113,9 +113,9 @@ def scatter(inputs: object, target_gpus: Sequence[object], dim: int = 0) -> Any:
     packed sequences split by sequence. Of ``target_gpus`` only the number matters. As upstream, a
     tensor gives a tuple of chunks, all else a list.
     """
-    plan = _Plan(len(target_gpus), dim)
-    pieces = _split(inputs, plan, "inputs")
-    plan.agreed()  # raises where rows would be lost
+    cut = _Cutting(len(target_gpus), dim)
+    pieces = _split(inputs, cut, "inputs")
+    cut.agreed()  # raises where rows would be lost
     return tuple(pieces) if isinstance(inputs, Tensor) else list(pieces)
 
 
@@ -138,10 +138,10 @@ def scatter_kwargs(
     """
     if not inputs and not kwargs:
         return (), ()
-    plan = _Plan(len(target_gpus), dim, weights)
-    positional = _split(inputs, plan, "inputs") if inputs else [()] * plan.chunks
-    keyword = _split(kwargs, plan, "kwargs") if kwargs else [{} for _ in range(plan.chunks)]
-    chunks = plan.agreed(warn)
+    cut = _Cutting(len(target_gpus), dim, weights)
+    positional = _split(inputs, cut, "inputs") if inputs else [()] * cut.chunks
+    keyword = _split(kwargs, cut, "kwargs") if kwargs else [{} for _ in range(cut.chunks)]
+    chunks = cut.agreed(warn)
     return tuple(positional[:chunks]), tuple(keyword[:chunks])
 
 
@@ -156,48 +156,48 @@ def sizes(value: object, dim: int) -> Iterator[int]:
             yield leaf.size(dim)
 
 
-def _split(value: object, plan: _Plan, path: str) -> Sequence[Any]:
+def _split(value: object, cut: _Cutting, path: str) -> Sequence[Any]:
     rule, size = containers.rules_of(type(value))[0], None
     if rule is not None:
-        extra = {"sizes": plan.sizes} if "sizes" in inspect.signature(rule).parameters else {}
-        if plan.weights is not None and not extra:
+        extra = {"sizes": cut.sizes} if "sizes" in inspect.signature(rule).parameters else {}
+        if cut.weights is not None and not extra:
             raise ValueError(
                 f"{path} is split by a rule of its class that takes no sizes, so it cannot be "
                 "split with chunk_weights: give the rule a parameter sizes, a function from a "
                 "number of rows to the rows of each chunk"
             )
-        pieces = list(rule(value, plan.chunks, plan.dim, **extra))
-        if not 1 <= len(pieces) <= plan.chunks:
+        pieces = list(rule(value, cut.chunks, cut.dim, **extra))
+        if not 1 <= len(pieces) <= cut.chunks:
             raise ValueError(
                 f"{path} was split by its own rule into {len(pieces)} chunks, "
-                f"expected 1 to {plan.chunks}"
+                f"expected 1 to {cut.chunks}"
             )
     elif isinstance(value, PackedSequence):
         # Upstream cuts their rows and their batch sizes alike (pytorch#31422).
         size, (padded, lengths) = int(value.batch_sizes[0]), pad_packed_sequence(value)
         in_order = value.sorted_indices is None
-        pairs = zip(plan.views(padded, 1), plan.views(lengths, 0), strict=True)
+        pairs = zip(cut.views(padded, 1), cut.views(lengths, 0), strict=True)
         pieces = [pack_padded_sequence(*pair, enforce_sorted=in_order) for pair in pairs]
     elif isinstance(value, Tensor) and value.dim():
         try:
-            size, pieces = value.size(plan.dim), [*plan.views(value, plan.dim)]
+            size, pieces = value.size(cut.dim), [*cut.views(value, cut.dim)]
         except IndexError as error:
             shape = tuple(value.shape)
             raise IndexError(f"{error}: {path} has shape {shape} and cannot be split") from None
     else:
-        return _split_parts(value, plan, path)
-    plan.cuts.append((path, size, len(pieces)))
+        return _split_parts(value, cut, path)
+    cut.cuts.append((path, size, len(pieces)))
     return pieces
 
 
-def _split_parts(value: object, plan: _Plan, path: str) -> Sequence[object]:
-    kind, before = containers.kind_of(value), len(plan.cuts)
+def _split_parts(value: object, cut: _Cutting, path: str) -> Sequence[object]:
+    kind, before = containers.kind_of(value), len(cut.cuts)
     parts = containers.contents(value, kind)
-    split = [_split(part, plan, path + containers.step(kind, key)) for key, part in parts.items()]
+    split = [_split(part, cut, path + containers.step(kind, key)) for key, part in parts.items()]
     is_plain = isinstance(value, (dict, list, tuple))
-    if not parts or (not is_plain and len(plan.cuts) == before):
+    if not parts or (not is_plain and len(cut.cuts) == before):
         # nothing to split: an object without tensors is passed on as it is
-        return [value] * plan.chunks
+        return [value] * cut.chunks
     if kind is ContainerKind.SEQUENCE and not containers.is_namedtuple(value):
         value = () if isinstance(value, tuple) else []  # subclasses become plain, as upstream
     # Parts with a cut have the agreed number of pieces, or `agreed` will raise; other parts have

@@ -57,7 +57,7 @@ class ActorClient:
     def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
         self.actor, self.hello, self._life = actor, hello, life
         self._in_session = ray_api.session()
-        self.moved = [0, 0]  # bytes of tensors, sent and received
+        self.traffic = [0, 0]  # bytes of tensors, sent and received
 
     def _carry(self, timeout: float | None, carry: Callable[..., T], *parts: object) -> T:
         """Carry a message; hang up if it cannot be carried as a whole: another process takes
@@ -133,7 +133,7 @@ class NearClient(ActorClient):
     def __init__(self, actor: Actor, hello: Hello, life: object, sock: socket.socket) -> None:
         super().__init__(actor, hello._replace(near=True), life)
         self._channel = Channel(sock, summed=hello.device != "cpu")
-        self.link, self.moved = "windows", self._channel.moved
+        self.link, self.traffic = "windows", self._channel.traffic
         self._socket = sock.fileno()
         self._process = os.pidfd_open(hello.pid)
         weakref.finalize(self, os.close, self._process).atexit = False
@@ -157,24 +157,24 @@ class NearClient(ActorClient):
         """Send a request; raises `Gone`."""
         self._carry(timeout, self._channel.send, request, timeout)
 
-    def receive(self, timeout: float | None, home: torch.device) -> Answer:
+    def receive(self, timeout: float | None, device: torch.device) -> Answer:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """
         if self.hello.device == "cpu":
             threads.rest()  # the replica computes on the same cores
-        return self._carry(timeout, self._receive, timeout, home)
+        return self._carry(timeout, self._receive, timeout, device)
 
-    def _receive(self, timeout: float | None, home: torch.device) -> Answer:
+    def _receive(self, timeout: float | None, device: torch.device) -> Answer:
         ready = self._poll.poll(None if timeout is None else timeout * 1e3)
         if not ready:
             raise TimeoutError
         if self._socket not in dict(ready):
             raise EOFError
-        found: Answer = self._channel.receive(timeout, home)
+        found: Answer = self._channel.receive(timeout, device)
         return found
 
-    def ready(self, seconds: float) -> bool:
+    def has_answer(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
         return self.unsent != 0 or bool(self._poll.poll(seconds * 1e3))
 
@@ -227,24 +227,24 @@ class FarClient(ActorClient):
 
     def _send(self, request: object) -> None:
         parts = flat(request)
-        self.moved[0] += parts[2].nbytes
+        self.traffic[0] += parts[2].nbytes
         self.unsent = len(parts)
         self._answer = self.actor.answer.remote(*parts)
         self.unsent = 0
 
-    def ready(self, seconds: float) -> bool:
+    def has_answer(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
         gone = self.unsent != 0 or not self._in_session()
         return gone or not ray_api.late([self._answer], seconds)
 
-    def receive(self, timeout: float | None, home: torch.device) -> Answer:
+    def receive(self, timeout: float | None, device: torch.device) -> Answer:
         """Return the next answer, with its tensors on a device, in the order of requests; raises
         `Gone`.
         """
         found: Flat = self._carry(timeout, ray_api.get, self._answer, timeout)
         self.unsent = self._answer = None
-        self.moved[1] += found[2].nbytes
-        answer: Answer = unflat(found, home)
+        self.traffic[1] += found[2].nbytes
+        answer: Answer = unflat(found, device)
         return answer
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from raydp_parallel.cluster import ray_api
-from raydp_parallel.cluster.ray_api import Group, Node, is_private, nodes
+from raydp_parallel.cluster.ray_api import Node, PlacementGroup, is_private, nodes
 from raydp_parallel.errors import NoRoom, PlacementError
 from raydp_parallel.options import Options
 
@@ -179,7 +179,7 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
 class Hold(NamedTuple):
     """A place's part of the cluster: a bundle of a group on a node; no group books nothing."""
 
-    group: Group | None
+    group: PlacementGroup | None
     bundle: int
     node: str
 
@@ -227,7 +227,7 @@ class Holds:
         """Make a group for each part, and return the holds if all have room; with ``elastic`` those
         that have. With homes the groups are tied to these, and wait for no room.
         """
-        made: dict[Group, Places] = {}
+        made: dict[PlacementGroup, Places] = {}
         holds: dict[Place, Hold] = {}
         try:
             for part in parts:

@@ -29,7 +29,9 @@ from ray._private.worker import global_worker
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.metrics import Counter, Gauge
 from ray.util.placement_group import (
-    PlacementGroup,
+    PlacementGroup as PlacementGroup,
+)
+from ray.util.placement_group import (
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -46,7 +48,6 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
     lambda record: "is enabled" not in record.msg
 )
 
-Group = PlacementGroup
 Actor = Any  # Ray makes a handle's methods at run time
 RayError = ray.exceptions.RayError
 
@@ -310,18 +311,18 @@ def draining() -> frozenset[str]:
 
 def group(
     name: str, bundles: Sequence[dict[str, float]], nodes: Sequence[str], labels: Mapping[str, str]
-) -> Group:
+) -> PlacementGroup:
     """Ask for a placement group, one bundle for each process on a node with some labels; a node ""
     is any.
     """
     selectors = [{**labels, **({"ray.io/node-id": node} if node else {})} for node in nodes]
     by_label = {"bundle_label_selector": selectors} if BY_LABEL and any(selectors) else {}
     together = "PACK" if any("GPU" in bundle for bundle in bundles) else "SPREAD"
-    made: Group = placement_group([*bundles], together, name=name, **by_label)
+    made: PlacementGroup = placement_group([*bundles], together, name=name, **by_label)
     return made
 
 
-def nodes_of(group: Group) -> list[str] | None:
+def nodes_of(group: PlacementGroup) -> list[str] | None:
     """Return the node of each bundle of a group, none where there is no room for it; None until Ray
     has looked.
     """
@@ -332,13 +333,13 @@ def nodes_of(group: Group) -> list[str] | None:
     return [] if why in ("NO_RESOURCES", "INFEASIBLE") else None
 
 
-def remove(groups: Collection[Group]) -> None:
+def remove(groups: Collection[PlacementGroup]) -> None:
     """Remove groups. After the end of the session there are none."""
     for group in groups if connected() else ():
         remove_placement_group(group)
 
 
-def strategy(group: Group | None, bundle: int, node: str) -> object:
+def strategy(group: PlacementGroup | None, bundle: int, node: str) -> object:
     """Tell Ray to start a process in a bundle of a group, or without one on a node."""
     if group is None:
         # With soft=True Ray takes any node for a process that needs nothing (seen with 2.60).
@@ -354,13 +355,13 @@ _NOTHING = 5e-324  # the least number above 0
 _metric = functools.cache(lambda kind, *about: kind(*about))
 
 
-def count(name: str, description: str, labels: dict[str, str], value: float) -> None:
+def add_to_counter(name: str, description: str, labels: dict[str, str], value: float) -> None:
     """Add to a counter, always with the same labels."""
     # inc() refuses 0, but a counter that does not begin at 0 shows its first step as none.
     _metric(Counter, name, description, tuple(labels)).inc(value or _NOTHING, labels)
 
 
-def gauge(name: str, description: str, labels: dict[str, str], value: float) -> None:
+def set_gauge(name: str, description: str, labels: dict[str, str], value: float) -> None:
     """Set a gauge."""
     _metric(Gauge, name, description, tuple(labels)).set(value, labels)
 

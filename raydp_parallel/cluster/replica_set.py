@@ -139,7 +139,7 @@ class ReplicaSet:
         _sets.add(self)
 
     @contextlib.contextmanager
-    def trip(self) -> Iterator[None]:
+    def calling(self) -> Iterator[None]:
         """Hold the lock, outside of the caller's inference mode: windows, copies, sums and states
         that are made on the way serve later calls, and torch lets nobody write to tensors of that
         mode outside of it. Outputs, which are the caller's, are made outside of the block.
@@ -150,7 +150,7 @@ class ReplicaSet:
         with self.lock, torch.inference_mode(False), torch.set_grad_enabled(grad):
             yield
 
-    def ready(self) -> list[ReplicaSlot]:
+    def ready_slots(self) -> list[ReplicaSlot]:
         """Return the slots that can be called."""
         return [slot for slot in [*self.slots.values()] if slot.ready]
 
@@ -192,10 +192,10 @@ class ReplicaSet:
                 slot = self.slots[place] = ReplicaSlot(place, index)
                 if place in started:  # an elastic executor may begin without it
                     self._install(slot, started[place])
-            check_balance([(slot.place.number, slot.hello) for slot in self.ready()])
+            check_balance([(slot.place.number, slot.hello) for slot in self.ready_slots()])
         for place in asked:
             if not self.slots[place].ready:
-                self._succeed(self.slots[place])
+                self._start_successor(self.slots[place])
 
     def _install(self, slot: ReplicaSlot, client: Client) -> None:
         """Let a slot have a new replica, which holds nothing."""
@@ -210,7 +210,7 @@ class ReplicaSet:
             if slot.successor is not None and slot.successor.client is not None:
                 self._install(slot, slot.successor.client)
 
-    def _succeed(self, slot: ReplicaSlot, died: str = "") -> None:
+    def _start_successor(self, slot: ReplicaSlot, died: str = "") -> None:
         """Make sure that a successor starts."""
         assert self._starter is not None
         known = slot.successor
@@ -220,7 +220,7 @@ class ReplicaSet:
 
     def _leave_nodes(self, starter: Starter) -> None:
         """Leave nodes that are about to end, if replicas of the same kind stay elsewhere."""
-        leaving, ready = starter.leaving(), self.ready()
+        leaving, ready = starter.leaving(), self.ready_slots()
         staying = {slot.place.kind for slot in ready if slot.hello.node not in leaving}
         # The end of others, if it comes, is handled as a death.
         going = [s for s in ready if s.hello.node in leaving and s.place.kind in staying]
@@ -253,20 +253,20 @@ class ReplicaSet:
         slot.in_vain = 0 if slot.answered else slot.in_vain + 1
         died = f"{slot} died in {phase}"
         self.recorder.died(slot.index, f"{died}: {cause}")
-        self._succeed(slot, died)
+        self._start_successor(slot, died)
 
     def grow(self, timeout: float | None = None) -> int:
         """Wait until each slot has a replica, or the time is over; returns how many were added."""
         timeout = self.options.placement_timeout if timeout is None else timeout
         self._refresh()
-        before = len(self.ready())
+        before = len(self.ready_slots())
         deadline = time.monotonic() + timeout
         while True:
             missing = [slot for slot in self.slots.values() if not slot.ready]
             for slot in missing:
-                self._succeed(slot)
+                self._start_successor(slot)
             if not missing or not self._wait(missing, deadline - time.monotonic()):
-                return len(self.ready()) - before
+                return len(self.ready_slots()) - before
 
     def _wait(self, slots: Collection[ReplicaSlot], timeout: float) -> bool:
         """Wait until one of the slots has a replica; False if none comes in time."""
@@ -292,7 +292,7 @@ class ReplicaSet:
             try:
                 self._stop_successors()
             finally:  # also after Ctrl-C: nothing would end the replicas later
-                end_all(slot.client for slot in self.ready())
+                end_all(slot.client for slot in self.ready_slots())
                 if self._starter is not None:
                     self._starter.release()
                 for slot in self.slots.values():

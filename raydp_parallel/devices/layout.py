@@ -72,7 +72,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=512)
-def alone(specs: tuple[Spec, ...]) -> Layout:
+def layout_of(specs: tuple[Spec, ...]) -> Layout:
     """Lay out one row: the same object for equal specs, whichever process or channel sent them."""
     return Layout(specs)
 
@@ -80,7 +80,7 @@ def alone(specs: tuple[Spec, ...]) -> Layout:
 @functools.lru_cache(maxsize=512)
 def part(layout: Layout, begin: int, after: int) -> Layout:
     """Return the layout of a row of others, alone."""
-    return alone(layout.specs[begin:after])
+    return layout_of(layout.specs[begin:after])
 
 
 class Row(list[Any]):

@@ -165,7 +165,7 @@ def wait_for_readers(reading: torch.cuda.Stream | None, waited: torch.cuda.Strea
             stream.synchronize()
 
 
-def total(run: Tensor) -> int:
+def checksum(run: Tensor) -> int:
     """Add the bytes of a run, as numbers of 64 bits."""
     return int(run.view(torch.int64).sum())
 

@@ -58,7 +58,7 @@ from raydp_parallel.wire.messages import (
     SUMMED,
     Answer,
     BackwardRequest,
-    ExchangeRequest,
+    Seat,
     Terms,
 )
 
@@ -269,13 +269,13 @@ class Backward:
         self._gradients: Gradients | None = None
         self._kept: dict[int, Sum] = {}
         self._graphs: dict[int, RemoteGraph] = {}  # that are made under create_graph, by chunk
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        self._keep = keep or torch.is_grad_enabled() or any(one.shared for one in stash)
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._retain = retain or torch.is_grad_enabled() or any(one.shared for one in stash)
 
     def collect(self, stay: Set[int]) -> list[Tensor | None]:
         """First order: sum the chunks' gradients. Those of some leaves may ``stay`` in replicas."""
         call, parts = self._call, self._call.parts
-        with self._dispatcher.replica_set.trip():
+        with self._dispatcher.replica_set.calling():
             master, *more = {part.master for part in parts.values()}
             resident = None if more or not stay else master.resident
             if resident is not None:
@@ -313,7 +313,7 @@ class Backward:
         handle = GraphHandle([*self._graphs.values()], [*dict.fromkeys(pinned)])
         rows: dict[int, list[Tensor]] = {}
         places: list[tuple[int, int, int]] = []
-        with self._dispatcher.replica_set.trip():
+        with self._dispatcher.replica_set.calling():
             for (i, given), answer in zip(self._outputs.items(), self._run(), strict=True):
                 part, row, begin = call.parts[i], rows.setdefault(i, []), len(leaves)
                 leaves += [Leaf(grad, "input") for _, found in given for _, grad in found]
@@ -355,7 +355,7 @@ class Backward:
                 trip.kept.note(trip, trip.life, stays)
         return answers
 
-    def _trips(self, seats: Sequence[ExchangeRequest], plain: int) -> list[_Trip]:
+    def _trips(self, seats: Sequence[Seat], plain: int) -> list[_Trip]:
         """Make the chunks' calls, with places in a group of replicas, if they have one, and the
         plain fate of parameters' gradients that are not kept.
         """
@@ -393,7 +393,7 @@ class Backward:
                 grads=grads,
                 needed=bytes([fates[at] for at in part.leaves]),
                 partial=partial,
-                keep=self._keep,
+                retain=self._retain,
                 derived=None if makes is None else makes.key,
                 moved=moved[part.master],
             )
@@ -404,7 +404,7 @@ class Backward:
                 makes.recipe = [trip]
         return trips
 
-    def _summing(self) -> list[ExchangeRequest]:
+    def _summing(self) -> list[Seat]:
         """Return the seats by which replicas sum gradients of parameters, if all of them do."""
         call, parts = self._call, [*self._call.parts.values()]
         master = parts[0].master

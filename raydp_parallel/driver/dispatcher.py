@@ -34,11 +34,11 @@ from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import (
     Answer,
     BackwardRequest,
-    ExchangeRequest,
     Failure,
     Forget,
     ForwardRequest,
     ResumeRequest,
+    Seat,
     StateUpdate,
 )
 
@@ -137,7 +137,7 @@ class Pending:
     slot: ReplicaSlot
     call: Call
     life: int
-    sent: bool = False  # the replica got it
+    arrived: bool = False  # the replica got it
     answer: Answer | None = None  # if it had to be taken before somebody asked for it
     gone: str | None = None  # the cause of the replica's end, if that came first
 
@@ -178,7 +178,7 @@ class Group:
         seat: The place of one, but for what the group knows.
     """
 
-    def __init__(self, slots: Sequence[ReplicaSlot], seat: ExchangeRequest) -> None:
+    def __init__(self, slots: Sequence[ReplicaSlot], seat: Seat) -> None:
         host = None if all(slot.hello.near for slot in slots) else ray_api.own_address()
         self._store, self.address = open_store(len(slots), host)
         name = f"group {next(_names)}"
@@ -271,7 +271,7 @@ class Dispatcher:
                 # The windows that hold earlier answers are about to be used again.
                 answers.update({i: copied(answer) for i, answer in answers.items()})
                 if taking is not None:
-                    taking.keep()
+                    taking.copy_lent()
                 flight.attempt += 1
                 self.start(flight)
         except BaseException:  # some may wait for others
@@ -308,7 +308,7 @@ class Dispatcher:
         """
         until = time.monotonic() + (limit or self.replica_set.options.call_timeout or math.inf)
         waited = [one for one in sent if one is not None and one.answer is None and one.lives]
-        while not all([one.slot.client.ready(_LOOK / len(waited)) for one in waited]):
+        while not all([one.slot.client.has_answer(_LOOK / len(waited)) for one in waited]):
             lives = [one is not None and one.lives for one in sent]
             if not all(lives) or time.monotonic() > until:
                 leave()
@@ -319,7 +319,7 @@ class Dispatcher:
         phase, cause = pending.call.phase, str(pending.gone)
         own, causes = OWN.match(cause), flight.deaths.setdefault(chunk, [])
         # One that had worked, and is gone, did not die of this chunk.
-        if own or pending.sent or not pending.slot.answered:
+        if own or pending.arrived or not pending.slot.answered:
             causes.append(cause.partition(";")[0])
         deaths = causes.count(causes[-1]) if own else len(causes)
         if deaths >= (_MOST_ALIKE if own else _MOST_DEATHS):
@@ -328,7 +328,7 @@ class Dispatcher:
                 f"last of them: {cause}. It seems that the chunk ends its process, or takes longer "
                 "than it may"
             )
-        if pending.sent:
+        if pending.arrived:
             self.replica_set.recorder.replayed(pending.slot.index)
         return f"{pending.slot} died in {phase}: {pending.gone}"
 
@@ -378,7 +378,7 @@ class Dispatcher:
                     call.makes.life = -1
             raise
         del slot.forget[: len(forget)]
-        pending.sent = True
+        pending.arrived = True
         if isinstance(request, (ForwardRequest, ResumeRequest)) and request.update is not None:
             slot.revisions[request.model] = request.update.revision
             self.totals.state_sends += 1
@@ -409,21 +409,21 @@ class Dispatcher:
         if pending.answer is not None or pending.gone is not None:
             return pending.answer
         slot, call, client = pending.slot, pending.call, pending.slot.client
-        home = _CPU if call.master is None else call.master.home
+        device = _CPU if call.master is None else call.master.device
         try:
             if slot.life != pending.life:
                 raise Gone("it was replaced")
             if client.unsent != 0:  # see [Note: crash-only]
                 raise Gone("an exception, such as Ctrl-C, came within a message")
-            pending.answer = answer = client.receive(self._limit(pending), home)
+            pending.answer = answer = client.receive(self._limit(pending), device)
         except Gone as gone:
             self._lost(pending, str(gone))
             return None
         self.owed.pop(slot, None)
         if answer.lacking and call.master is not None:  # others it may have alone
             slot.revisions.pop(call.master.number, None)
-        self.replica_set.recorder.answered(slot.index, answer.busy, client.moved, call.work)
-        client.moved[:] = 0, 0
+        self.replica_set.recorder.answered(slot.index, answer.busy, client.traffic, call.work)
+        client.traffic[:] = 0, 0
         return pending.answer
 
     def ask(self, call: Call, slot: ReplicaSlot | None = None, attempt: int = 0) -> Answer | None:
@@ -453,10 +453,10 @@ class Dispatcher:
         """Collect what a slot's replica lacks of a model, with weights in the place of its own."""
         self.settle(slot)  # it may say that it lacks all
         way: Way = "sent"
-        if slot.hello.near and (slot.client.link != "ipc" or master.home.type == "cpu"):
+        if slot.hello.near and (slot.client.link != "ipc" or master.device.type == "cpu"):
             way = "mapped" if slot.hello.device == "cpu" else "shared"
         if master.is_stale(way):  # see [Note: who reads a run]
-            for other in self.replica_set.ready():
+            for other in self.replica_set.ready_slots():
                 self.settle(other)
         return master.update_from(slot.revisions.get(master.number, 0), way, weights)
 

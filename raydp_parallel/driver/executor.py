@@ -76,7 +76,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         """Return the slots for devices. Where a replica died, another stands in until its successor
         is there.
         """
-        with exceptions.ShortTraceback(), self.replica_set.trip():  # a trial of windows, perhaps
+        with exceptions.ShortTraceback(), self.replica_set.calling():  # a trial of windows, perhaps
             found = self.replica_set.slots_for(device_ids)
             # One died, or all may have to be replaced by such as load the sources of now.
             now = [slot.life for slot in self.replica_set.slots.values()], sources.current()
@@ -106,7 +106,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
 
     def stats(self) -> ExecutorStats:
         """Describe the replicas' work so far, for all models."""
-        links = {slot.client.link for slot in self.replica_set.ready()}
+        links = {slot.client.link for slot in self.replica_set.ready_slots()}
         links |= {"nccl" for group in [*self.dispatcher.groups.values()] if group.nccl}
         link = " + ".join(sorted(links)) or "none"
         return self.replica_set.recorder.stats(self.replicas(), link)
@@ -123,7 +123,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         Returns:
             How many joined.
         """
-        with self.replica_set.trip():
+        with self.replica_set.calling():
             joined = self.replica_set.grow(timeout)
         if self._every:
             more = [k for k in all_gpus(self.options) if k not in self.device_ids]
@@ -136,8 +136,8 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         """Tell the replicas now what the driver released; returns how many models and graphs each
         still holds.
         """
-        with self.replica_set.trip():
-            calls = [Call(slot, "flush", Forget(())) for slot in self.replica_set.ready()]
+        with self.replica_set.calling():
+            calls = [Call(slot, "flush", Forget(())) for slot in self.replica_set.ready_slots()]
             answers = [*map(self.dispatcher.ask, calls)]
             return [answer.held for answer in answers if answer is not None]
 
@@ -155,7 +155,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             self.replica_set.lock.release()  # calls that begin now have the limit, too
         else:
             log.warning("closing an executor: a call of another thread does not end, and is ended")
-            end_all([slot.client for slot in self.replica_set.ready()])
+            end_all([slot.client for slot in self.replica_set.ready_slots()])
         for master in [*self._masters.values()] if free else ():
             for _ in range(0 if self.closed else 2):
                 try:

@@ -36,9 +36,9 @@ from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Parcel, parcel
 from raydp_parallel.wire.messages import (
     Answer,
-    ExchangeRequest,
     Failure,
     ForwardRequest,
+    Seat,
     StateUpdate,
     Terms,
 )
@@ -95,14 +95,14 @@ class ForwardCall(Call):
         self._before: tuple[int, int, list[int], list[Leaf]]
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
-        self._spread: ExchangeRequest | None = None  # its place among those with the same weights
+        self._spread: Seat | None = None  # its place among those with the same weights
 
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors among its arguments that gradients may be asked for."""
         return [t for t in self._arguments.tensors if self.terms.context.grad and t.requires_grad]
 
-    def note_state(self, copies: bool, *seats: ExchangeRequest | None) -> None:
+    def note_state(self, copies: bool, *seats: Seat | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one. The call may
         need ``copies`` of its arguments, and has seats in the group of its layers, and of weights.
         """
@@ -127,7 +127,7 @@ class ForwardCall(Call):
         """Give a slot's replica the weights of now, and the objects of Ray's store."""
         master = self.master
         if master.resident is not None:
-            master.resident.weights.ready(slot)
+            master.resident.weights.supply(slot)
         self._update = self.executor.dispatcher.update(master, slot)
         for number, ref in self.refs.items():
             slot.client.deliver(number, ref)
@@ -153,7 +153,7 @@ class ForwardCall(Call):
             refs=tuple(self.refs),
         )
 
-    def keep(self) -> None:
+    def release(self) -> None:
         """Keep the arguments' memory for another run, and not the program's tensors."""
         # With the same versions.
         tensors = [t.detach().requires_grad_(t.requires_grad) for t in self._arguments.tensors]
@@ -220,7 +220,7 @@ def start(
     """
     ambient.refuse_transforms()
     context, dispatcher = ambient.capture(), executor.dispatcher
-    with executor.replica_set.trip():
+    with executor.replica_set.calling():
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(at_once or len(chunks))
@@ -243,9 +243,9 @@ def start(
                 if resident is not None and master.trained_was_edited:
                     resident.recall()
             seats = groups.of_layers(dispatcher, slots) if together else ()
-            spread: Sequence[ExchangeRequest] = ()
+            spread: Sequence[Seat] = ()
             if len(masters) == 1:
-                lacking = partial(masters[0].lacking, [slot.revisions for slot in slots])
+                lacking = partial(masters[0].bytes_to_send, [slot.revisions for slot in slots])
                 spread = groups.direct(dispatcher, slots, lacking)
             for call, *places in itertools.zip_longest(calls, seats, spread):
                 call.note_state(at_once is not None, *places)
@@ -281,7 +281,7 @@ class Forward:
         """
         dispatcher = self.executor.dispatcher
         with dispatcher.replica_set.lock:  # answers lie in windows until their outputs are taken
-            with dispatcher.replica_set.trip():
+            with dispatcher.replica_set.calling():
                 answers = dispatcher.finish(self.flight)  # [7] wait
                 # The weights have arrived: who fails now has left no group, but for layers'.
                 self.flight.grouped = self.flight.together
@@ -299,10 +299,10 @@ class Forward:
             outputs: list[Parcel] = []
             lend = lend and not batch.registered
             for call, answer in zip(self.calls, answers, strict=True):
-                home, row = call.master.home, []
+                device, row = call.master.device, []
                 assert answer.output is not None
                 for t in answer.output.tensors:
-                    mine = t.detach().to(home)
+                    mine = t.detach().to(device)
                     if not (lend and answer.anew) and mine.device == t.device:
                         mine = mine.clone()
                     row.append(mine.requires_grad_(t.requires_grad and call.makes is not None))
@@ -345,7 +345,7 @@ class Forward:
             leads = marks[master], [*alike[key], *inputs]
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         for call in self.calls:
-            call.keep()
+            call.release()
         group = [call.slot for call in self.calls] if self.flight.together else None
         node = CallNode(self.executor, leaves, self.calls[0].given.unused, group, parts)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach

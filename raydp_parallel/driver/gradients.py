@@ -17,7 +17,7 @@ from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.mirror import Leaf, Master
 from raydp_parallel.wire.messages import Answer
 
-_KEPT = 1 << 16
+_REUSED = 1 << 16
 """Bytes from which on the memory of sums is used again, once nobody else looks at it: new pages
 cost more than the addition.
 """
@@ -36,7 +36,7 @@ def _memory(master: Master, size: int, device: torch.device) -> Tensor:
     """Return memory for a model's sums. On the host it is that of earlier ones, if nobody looks at
     these.
     """
-    if size < _KEPT or device.type != "cpu":
+    if size < _REUSED or device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
     runs = _runs.setdefault(master, [])
     for run in runs:
@@ -89,7 +89,7 @@ class Sums:
             self._add_apart(row, numbers)
         self._add_apart(inputs, others)
 
-    def keep(self) -> None:
+    def copy_lent(self) -> None:
         """Copy what is only lent, before a replica writes there."""
         if self._lent:
             into = _memory(self._master, self._run.numel(), self._run.device)
@@ -98,7 +98,7 @@ class Sums:
     def _take_apart(self) -> None:
         if self._first is None:
             return
-        self.keep()
+        self.copy_lent()
         (row, numbers), self._first = self._first, None
         assert row.layout is not None
         there = [at for at, grad in zip(numbers, row, strict=True) if grad is not None]

@@ -13,7 +13,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call, Dispatcher, Group
 from raydp_parallel.errors import log
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
-from raydp_parallel.wire.messages import ExchangeRequest
+from raydp_parallel.wire.messages import Seat
 
 _PATIENCE = 300.0
 """Seconds that chunks wait for each other, without a ``call_timeout``."""
@@ -46,7 +46,7 @@ def have_layers(chunks: Sequence[nn.Module], slots: Sequence[ReplicaSlot]) -> bo
     return True
 
 
-def of_layers(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> list[ExchangeRequest]:
+def of_layers(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> list[Seat]:
     """Return the seats of replicas whose layers exchange tensors. None may be missing."""
     if not all(slot.ready for slot in slots):
         dispatcher.replica_set.grow()
@@ -55,7 +55,7 @@ def of_layers(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> list[Exch
 
 def direct(
     dispatcher: Dispatcher, slots: Sequence[ReplicaSlot], size: Callable[[], int]
-) -> list[ExchangeRequest]:
+) -> list[Seat]:
     """Return the seats in a group in which tensors of some size go from GPU to GPU; none if there
     is no NCCL, or they are small.
     """
@@ -75,7 +75,7 @@ def join(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> Group:
         dispatcher.close_groups()
     patience = dispatcher.replica_set.options.call_timeout or _PATIENCE
     for nccl in (True, False) if _may_use_nccl(dispatcher, slots) else (False,):
-        group = Group(slots, ExchangeRequest("", 0, len(slots), patience, nccl=nccl))
+        group = Group(slots, Seat("", 0, len(slots), patience, nccl=nccl))
         try:
             if _join(dispatcher, slots, group):
                 known[key] = group
@@ -93,7 +93,7 @@ def _may_use_nccl(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> bool:
     gpus = {(slot.hello.node, slot.hello.gpu_uuid) for slot in slots if slot.hello.gpu}
     if not 1 < len(gpus) == len(slots) or any("MIG" in slot.hello.gpu for slot in slots):
         return False
-    everyone = {slot for slot in dispatcher.replica_set.ready() if slot.hello.gpu}
+    everyone = {slot for slot in dispatcher.replica_set.ready_slots() if slot.hello.gpu}
     ways = dispatcher.replica_set.options.ways
     return dispatcher.failed_joins < _MOST_JOINS and "nccl" in ways and {*slots} == everyone
 
@@ -108,7 +108,7 @@ def _join(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot], group: Group) ->
     problem, died, late, until = "", "", "", time.monotonic() + _GRACE
     for slot, pending in zip(slots, sent, strict=True):
         left = max(0.0, until - time.monotonic())
-        if group.nccl and pending.gone is None and not slot.client.ready(left):
+        if group.nccl and pending.gone is None and not slot.client.has_answer(left):
             problem = f"{slot} hangs in NCCL. {_REMEDY}"
             dispatcher.replica_set.lost(slot, pending.life, "join", problem)
             dispatcher.receive(pending)

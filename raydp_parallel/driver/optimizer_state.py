@@ -32,7 +32,7 @@ class OptimizerState(torch.optim.Optimizer):
     number: int
     keywords: Values
     known: Mapping[Tensor, tuple[int, int | None]]  # the rows that replicas got
-    sent: Sequence[Values]  # each group's other values that they have
+    told: Sequence[Values]  # each group's other values that they have
 
     def rows(self, master: Master) -> dict[Tensor, tuple[int, int | None]]:
         """Return its parameters, with the numbers of their groups, and their tags."""
@@ -48,35 +48,35 @@ class OptimizerState(torch.optim.Optimizer):
         groups: list[Values] = []
         # What the other replicas have: while a step is on its way, the program may change, add and
         # take out.
-        for number, sent in enumerate(self.sent):
+        for number, told in enumerate(self.told):
             tags = [master.tag(p) for p, (row, _) in self.known.items() if row == number]
             group = self.param_groups[number] if number < len(self.param_groups) else {}
-            groups.append({**group, **sent, "params": [n for n in tags if n is not None]})
+            groups.append({**group, **told, "params": [n for n in tags if n is not None]})
         own = vars(self)["state"].items()
         state = {p if isinstance(p, str) else master.tag(p): values for p, values in own}
         return groups, {n: values for n, values in state.items() if n is not None}
 
-    def changed(self) -> list[Values]:
+    def news(self) -> list[Values]:
         """Return the changes of its groups since the last step."""
-        news = []
-        for group, sent in zip(self.param_groups, self.sent, strict=True):
+        found = []
+        for group, told in zip(self.param_groups, self.told, strict=True):
             values = {}
             for name, value in group.items():
-                if name != "params" and not (name in sent and _same(sent[name], value)):
+                if name != "params" and not (name in told and _same(told[name], value)):
                     # The program may write to it, also while the step is on its way.
                     values[name] = copy.deepcopy(value)
-            news.append(values)
-        return news
+            found.append(values)
+        return found
 
     def arrive(self, groups: Sequence[Values], state: Mapping[int | str, Values]) -> None:
         """Take over what the replicas have."""
         # One may have been added.
-        for group, sent, values in zip(self.param_groups, self.sent, groups, strict=False):
+        for group, told, values in zip(self.param_groups, self.told, groups, strict=False):
             for name, value in values.items():  # some count their steps there
-                known = name in sent and _same(sent[name], group.get(name))
-                news = name != "params" and not _same(sent.get(name), value)
-                if news and (known or name not in group):
-                    group[name], sent[name] = value, copy.deepcopy(value)
+                known = name in told and _same(told[name], group.get(name))
+                newer = name != "params" and not _same(told.get(name), value)
+                if newer and (known or name not in group):
+                    group[name], told[name] = value, copy.deepcopy(value)
         own, rows = self.__dict__["state"], self.param_groups
         own.update((n, values) for n, values in state.items() if isinstance(n, str))
         on_device = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}

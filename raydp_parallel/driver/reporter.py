@@ -86,12 +86,12 @@ class Reporter:
         look = self._stats()
         stats = replace(self._last, replicas=()) if look is None else look()
         for more in increments(stats.since(self._last)):
-            ray_api.count(*more)
+            ray_api.add_to_counter(*more)
         pids = {replica.pid for replica in stats.replicas}
         gone = [replica for replica in self._last.replicas if replica.pid not in pids]
         for replica in (*gone, *stats.replicas):
             there = replica.pid in pids and replica.state == "ready"
-            ray_api.gauge(*INFO, process_labels(replica, stats.name), float(there))
+            ray_api.set_gauge(*INFO, process_labels(replica, stats.name), float(there))
         self._last = stats
 
     def _end(self) -> None:

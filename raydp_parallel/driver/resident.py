@@ -38,8 +38,8 @@ from raydp_parallel.state.mirror import Master
 from raydp_parallel.state.run import seen
 from raydp_parallel.wire.codec import parcel
 from raydp_parallel.wire.messages import (
-    ExchangeRequest,
     ResumeRequest,
+    Seat,
     SnapshotRequest,
     StepRequest,
 )
@@ -58,12 +58,12 @@ class _Plan:
 
 
 class Weights:
-    """The weights and optimizers of one model, and which replicas have those of now. The source has
+    """The weights and optimizers of one model, and which replicas have those of now. The owner has
     its gradients, and fetches the weights when they are used.
     """
 
-    def __init__(self, dispatcher: Dispatcher, master: Master, source: Resident) -> None:
-        self._dispatcher, self._master, self._gradients = dispatcher, master, source.gradients
+    def __init__(self, dispatcher: Dispatcher, master: Master, owner: Resident) -> None:
+        self._dispatcher, self._master, self._gradients = dispatcher, master, owner.gradients
         self.optimizers: dict[int, OptimizerState] = {}
         self.steps = self._at = self._states_at = 0  # made, and those that the driver's copies have
         self.coming: _Plan | None = None  # the step, or norm, on its way
@@ -71,7 +71,7 @@ class Weights:
         self.version_at: dict[ReplicaSlot, tuple[int, int, int]] = {}
         self.recalls = 0  # how often replicas were to get all from here again
         # The class of parameters that lag: as long as the model has some, it keeps this class.
-        self.kind: type[nn.Parameter] = type("Parameter", (Lagging,), {"source": source})
+        self.kind: type[nn.Parameter] = type("Parameter", (Lagging,), {"owner": owner})
 
     @property
     def steps_behind(self) -> int:
@@ -79,20 +79,20 @@ class Weights:
         return self.steps + (self.coming is not None) - self._at
 
     @property
-    def lacking(self) -> bool:
+    def unfetched(self) -> bool:
         """True if replicas alone have the last steps."""
         return min(self._at, self._states_at) < self.steps
 
     # Replicas.
 
-    def ready(self, slot: ReplicaSlot) -> None:
+    def supply(self, slot: ReplicaSlot) -> None:
         """Make sure that a slot's replica has the weights and optimizers of now."""
         master = self._master
         while slot.ready and not self.current(slot):
             now = slot.life, self.steps
             weights: dict[int, Tensor] | None = None
             states: dict[int, States] = {}
-            if self.lacking:
+            if self.unfetched:
                 weights, states = self._snapshot("weights"), self._snapshot("optimizers")
             elif self.version_at.get(slot, (*now, 0))[:2] != now:  # it has those of other steps
                 slot.revisions.pop(master.number, None)
@@ -116,11 +116,11 @@ class Weights:
     def _snapshot(self, of: Literal["weights", "optimizers"]) -> Any:
         """Fetch the one or the other from a replica that has made all steps."""
         request = SnapshotRequest(self._master.number, of)
-        while (answer := self._dispatcher.ask(Call(self.source(), "step", request))) is None:
+        while (answer := self._dispatcher.ask(Call(self.stepped_slot(), "step", request))) is None:
             pass  # it died
         return copied(answer).output.load()
 
-    def source(self) -> ReplicaSlot:
+    def stepped_slot(self) -> ReplicaSlot:
         """Return the slot of a replica that has made all steps."""
         for slot in self.version_at:
             if slot.ready and self.current(slot):
@@ -168,7 +168,7 @@ class Resident:
 
     def add(self, optimizer: OptimizerState) -> None:
         """Begin to train an optimizer's parameters, or all anew if it changed."""
-        with self._set.trip():
+        with self._set.calling():
             self.pull_all()
             master, optimizers = self._master, self.weights.optimizers
             master.look()
@@ -192,7 +192,7 @@ class Resident:
             others = [one for one in optimizers.values() if not tags[one] & tags[optimizer]]
             self.weights.optimizers = {one.number: one for one in (*others, optimizer)}
             optimizer.known = rows
-            optimizer.sent = [{} for _ in optimizer.param_groups]
+            optimizer.told = [{} for _ in optimizer.param_groups]
             trained = set[int]().union(*[tags[one] for one in (*others, optimizer)])
             self.fetch_departing(master.trained)  # all: with what follows nothing can be made again
             master.train(trained)
@@ -216,27 +216,27 @@ class Resident:
     @ambient.uncompiled
     def pull(self) -> None:
         """Bring the driver's weights up to date."""
-        with self._set.trip():
+        with self._set.calling():
             self.collect()
             self.weights.pull()
 
     @ambient.uncompiled
     def pull_all(self) -> None:
         """Bring the driver's weights, and its optimizers, up to date."""
-        with self._set.trip():
+        with self._set.calling():
             self.pull()
             self.weights.pull_states()
 
     def recall(self) -> None:
         """Bring the driver up to date, which is what replicas get with the next call."""
-        with self._set.trip():
+        with self._set.calling():
             self.pull_all()
             self.weights.recalls += 1
             self._master.trained_was_edited = False
 
     def fetch(self, stand: Stand) -> Tensor:
         """Bring all gradients to the driver, as who uses one uses all; returns the one's value."""
-        with self._set.trip():
+        with self._set.calling():
             self.collect()
             self.gradients.fetch(self.gradients.sums.values())
         if stand.known is None:
@@ -252,7 +252,7 @@ class Resident:
 
     def step(self, optimizer: OptimizerState) -> None:
         """Let the replicas make a step, which is not waited for."""
-        with self._set.trip():
+        with self._set.calling():
             self._prepare(optimizer)
             if not self.weights.steps_behind:
                 self._master.look()
@@ -271,7 +271,7 @@ class Resident:
         self, optimizer: OptimizerState, most: float | None, norm_type: float, error: bool
     ) -> Tensor:
         """Return the norm of the gradients, which stay where they are; the step scales them."""
-        with self._set.trip():
+        with self._set.calling():
             self._prepare(optimizer)
             plan = self._planned(optimizer, norm_type)
             own = [p.grad for p in optimizer.known if p.grad is not None]
@@ -284,7 +284,7 @@ class Resident:
                     torch.nn.utils.clip_grads_with_norm_(optimizer.known, most, norm)
                 return norm
             self._send(plan)
-            norm = self._finish(plan)[0].to(self._master.home, copy=True)
+            norm = self._finish(plan)[0].to(self._master.device, copy=True)
             torch.nn.utils.get_total_norm([norm], norm_type, error)
             if most is not None:
                 scale = torch.clamp(most / (norm + 1e-6), max=1.0)
@@ -298,7 +298,7 @@ class Resident:
         if optimizer.number not in self.weights.optimizers:
             text = "was called again for its parameters: use what that returned"
             raise RuntimeError(f"optimizer: model.optimizer() {text}")
-        regrouped = len(optimizer.sent) != len(optimizer.param_groups)
+        regrouped = len(optimizer.told) != len(optimizer.param_groups)
         if regrouped or optimizer.known != optimizer.rows(self._master):  # or some left or came
             self.add(optimizer)
 
@@ -318,7 +318,7 @@ class Resident:
                 given[tag] = None
             else:
                 sums.append(one)
-        values = optimizer.changed()
+        values = optimizer.news()
         return _Plan(StepRequest(self._master.number, optimizer.number, values, given, norm), sums)
 
     def _members(self) -> list[ReplicaSlot]:
@@ -329,16 +329,16 @@ class Resident:
 
     def _send(self, plan: _Plan) -> None:
         """Send a step to all members."""
-        if self.weights.lacking:
-            self.weights.source()  # before a newcomer is waited for, which could only miss them
+        if self.weights.unfetched:
+            self.weights.stepped_slot()  # before a wait for a newcomer, which could only lack them
         slots = self._members()
         for slot in slots:
-            self.weights.ready(slot)
+            self.weights.supply(slot)
         sums, given = plan.sums, plan.step.from_driver
         chunks = self.gradients.chunks(sums, slots)
         if not chunks:
             sums, given = [], {**given, **self.gradients.total(sums)}
-        seats: Sequence[ExchangeRequest | None] = [None] * len(slots)
+        seats: Sequence[Seat | None] = [None] * len(slots)
         if chunks and len(slots) > 1:
             seats = groups.join(self._dispatcher, slots).seats
         step = plan.step._replace(
@@ -412,16 +412,16 @@ class Resident:
         if not done or plan.step.norm is not None:
             weights.coming = None
         else:
-            sent = weights.optimizers[plan.step.optimizer].sent
-            for known, news in zip(sent, plan.step.values, strict=True):
+            told = weights.optimizers[plan.step.optimizer].told
+            for known, news in zip(told, plan.step.values, strict=True):
                 known.update(news)
-            self.gradients.stepped()
+            self.gradients.forget_recipes()
             for one in done:
                 weights.version_at[one.slot] = one.life, weights.steps + 1, weights.recalls
             # Ctrl-C may come at each call: the step counts last, when all else knows it.
             weights.steps, weights.coming = weights.steps + 1, None
             for call in plan.calls:
-                weights.ready(call.slot)  # at once, while somebody has the step
+                weights.supply(call.slot)  # at once, while somebody has the step
         for one, failure, _ in failed:
             exceptions.reraise(failure, str(one.slot))
         return next(a.rows[0] for _, a in answers if a.failure is None)

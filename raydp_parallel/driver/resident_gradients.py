@@ -184,7 +184,7 @@ class Gradients:
                 return []
         return chunks
 
-    def stepped(self) -> None:
+    def forget_recipes(self) -> None:
         """Note that weights have changed, with which nothing can be made again."""
         for kept in self._kept.values():
             kept.recipe = None

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from raydp_parallel.monitoring.stats import (
     DEATHS,
     ExecutorStats,
+    PlainValues,
     ReplicaInfo,
     ReplicaStats,
-    Values,
     counters,
 )
 
@@ -41,7 +41,7 @@ class Recorder:
         self._looks = deque([(clock(), ExecutorStats(self.name, (), "none"))])
         # By the replica's number: its counters, as `ReplicaStats` names them, the names of the
         # modules that it ran, in order, the time of its first start, and since when it waits.
-        self._counts: defaultdict[int, Values] = defaultdict(Counter)
+        self._counts: defaultdict[int, PlainValues] = defaultdict(Counter)
         self._models: defaultdict[int, dict[str, None]] = defaultdict(dict)
         self._began: dict[int, float] = {}
         self._free: dict[int, float] = {}
@@ -81,11 +81,11 @@ class Recorder:
             now = self._clock()
             self._counts[index]["waiting"] += now - self._free.pop(index, now)
 
-    def answered(self, index: int, busy: float, moved: list[int], work: tuple[int, str]) -> None:
+    def answered(self, index: int, busy: float, traffic: list[int], work: tuple[int, str]) -> None:
         """Count a call that ended: the seconds of its work, and bytes to and from the replica. A
         forward has rows, and the name of its module.
         """
-        (sent, received), (rows, model) = moved, work
+        (sent, received), (rows, model) = traffic, work
         with self._lock:
             self._free[index] = self._clock()
             new = {"calls": bool(rows or model), "rows": rows, "busy": busy}

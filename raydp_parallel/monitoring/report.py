@@ -10,13 +10,13 @@ from html import escape
 from pathlib import Path
 
 from raydp_parallel.monitoring import status
-from raydp_parallel.monitoring.stats import Values
+from raydp_parallel.monitoring.stats import PlainValues
 
 # No script runs and nothing is fetched there, whatever an entry contains.
 _HEAD = Path(__file__).with_name("report.html")
 
 
-def page(entries: Sequence[Values]) -> str:
+def page(entries: Sequence[PlainValues]) -> str:
     """Return the page about all executors, of their drivers' entries."""
     parts = [_HEAD.read_text(), f"<p>{escape(time.strftime('%Y-%m-%d %H:%M:%S %Z'))}</p>"]
     for about, stats in map(status.read, entries):

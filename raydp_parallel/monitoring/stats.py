@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-Values = dict[str, Any]
+PlainValues = dict[str, Any]
 """Plain values by name, for JSON."""
 
 DEATHS = ("deaths", "respawns", "replays")
@@ -142,12 +142,12 @@ class ExecutorStats:
         grown = tuple(_growth(now, earlier.get(now.index)) for now in self.replicas)
         return replace(_growth(self, before), replicas=grown, recent=None)
 
-    def to_dict(self) -> Values:
+    def to_dict(self) -> PlainValues:
         """Return plain values, for JSON."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Values) -> ExecutorStats:
+    def from_dict(cls, values: PlainValues) -> ExecutorStats:
         """Read `to_dict`'s values, also after a trip through JSON."""
         replicas = tuple(ReplicaStats(**replica) for replica in values["replicas"])
         recent = values["recent"] and cls.from_dict(values["recent"])
@@ -189,7 +189,7 @@ class ExecutorStats:
 Record = TypeVar("Record", ReplicaStats, ExecutorStats)
 
 
-def counters(of: Record | type[Record]) -> Values:
+def counters(of: Record | type[Record]) -> PlainValues:
     """Return the metrics of a record's counters, by the names of these; "" is none."""
     return {one.name: one.metadata["metric"] for one in fields(of) if one.metadata}
 

@@ -9,25 +9,25 @@ import socket
 import time
 from collections.abc import Sequence
 
-from raydp_parallel.monitoring.stats import ExecutorStats, Values, printable
+from raydp_parallel.monitoring.stats import ExecutorStats, PlainValues, printable
 
 NOBODY = "No executor runs here: none was started, it has ended, or has Options(metrics=False)."
 
 
-def entry(stats: ExecutorStats) -> Values:
+def entry(stats: ExecutorStats) -> PlainValues:
     """Return the entry that a driver writes for an executor, in plain values."""
     about = {"posted": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
     return {**about, "stats": stats.to_dict()}
 
 
-def read(entry: Values) -> tuple[str, ExecutorStats]:
+def read(entry: PlainValues) -> tuple[str, ExecutorStats]:
     """Read an entry: a text about its process, and the statistics."""
     age = time.time() - entry["posted"]
     late = f", last heard of {age:.0f} s ago" if age > 5 else ""  # it writes once per second
     return f"pid {entry['pid']} on {entry['host']}{late}", ExecutorStats.from_dict(entry["stats"])
 
 
-def render(entries: Sequence[Values]) -> str:
+def render(entries: Sequence[PlainValues]) -> str:
     """Return the text about all executors, of their drivers' entries."""
     texts = [f"{about}\n{stats}".splitlines() for about, stats in map(read, entries)]
     return "\n\n".join("\n".join(map(printable, lines)) for lines in texts) or NOBODY

@@ -40,7 +40,7 @@ class Ahead:
             return None
         # Torch may hand gradients on: each pass has its own.
         own = [t.detach().clone() for t in request.grads]
-        self.next = request._replace(grads=own, keep=True)
+        self.next = request._replace(grads=own, retain=True)
         return found
 
 

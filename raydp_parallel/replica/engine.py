@@ -46,9 +46,9 @@ class _Head(Function):
     @staticmethod
     def backward(ctx: _Given, *_: Tensor) -> tuple[Tensor | None, ...]:
         row = None, *ctx.grads
-        if _Alone.begun is not None:
+        if _OnlyTorch.begun is not None:
             sys.setprofile(_watch)  # on a GPU this is another thread
-            _Alone.begun = True
+            _OnlyTorch.begun = True
         return row
 
 
@@ -56,7 +56,7 @@ class _Given(FunctionCtx):
     grads: Sequence[Tensor]
 
 
-class _Alone:
+class _OnlyTorch:
     """State of a backward that nobody has asked for yet."""
 
     begun: bool | None = None  # torch's engine has; None if there is no such backward
@@ -66,22 +66,22 @@ def _watch(frame: FrameType, event: str, arg: object) -> None:
     """Raise an exception before any Python function runs inside of the engine: a hook, a function
     or a checkpoint of the module's would run twice if something else is asked for.
     """
-    if _Alone.begun and event == "call":
+    if _OnlyTorch.begun and event == "call":
         raise RuntimeError
-    if _Alone.begun is None or (_Alone.begun and event != "return"):  # the engine has ended
-        _Alone.begun = None
+    if _OnlyTorch.begun is None or (_OnlyTorch.begun and event != "return"):  # the engine has ended
+        _OnlyTorch.begun = None
         sys.setprofile(None)
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def only_torch() -> Iterator[None]:
     """Let one backward raise an exception before it runs what is not torch's own code."""
-    _Alone.begun = False
+    _OnlyTorch.begun = False
     sys.setprofile(_watch)
     try:
         yield
     finally:
-        _Alone.begun = None
+        _OnlyTorch.begun = None
 
 
 def differentiate(
@@ -103,7 +103,7 @@ def differentiate(
     row: Sequence[Tensor | None]
     if request.derived is not None:
         row = torch.autograd.grad(
-            outputs, wanted, given, request.keep, create_graph=True, allow_unused=True
+            outputs, wanted, given, request.retain, create_graph=True, allow_unused=True
         )
     else:
         for leaf in wanted:
@@ -111,7 +111,7 @@ def differentiate(
         try:
             # Reentrant checkpoints inside the module refuse to be told what is wanted.
             only = wanted if request.partial else None
-            torch.autograd.backward(outputs, given, request.keep, inputs=only)
+            torch.autograd.backward(outputs, given, request.retain, inputs=only)
             row = [leaf.grad for leaf in wanted]
         finally:
             for leaf in leaves:

@@ -26,7 +26,7 @@ from raydp_parallel.devices.layout import ALIGN, Layout, Row, part, specs_of
 from raydp_parallel.devices.memory import copy_row, copy_up
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
-from raydp_parallel.state.look import Kept, build
+from raydp_parallel.state.look import Common, build
 from raydp_parallel.state.run import (
     SMALL,
     Seen,
@@ -81,7 +81,7 @@ class _Tracked:
     spec: TensorSpec
     tensor: Tensor  # whose memory, and version, those of all modules have
     version: int = 0  # how often the master's was written to
-    sent: Tensor | None = None  # the master's contents, if they came alone and are small
+    copy: Tensor | None = None  # the master's contents, if they came alone and are small
     lost: bool = False  # a forward wrote to it, and only the driver knows what was there
     trained: bool = False  # an optimizer here steps it: the master's contents are older
 
@@ -137,7 +137,7 @@ class ReplicaModule:
         self.device = device
         self.revision = 0  # the master's state that it has; -1 if it needs the whole
         self._structure = b""
-        self._kept: Kept = {}  # of the modules that were made from it
+        self._common: Common = {}  # of the modules that were made from it
         self.tracked: dict[int, _Tracked] = {}  # its tensors, by tag
         # The module sees a private mapping of each, in which its writes stay; the second one shows
         # the master's contents at any time.
@@ -163,10 +163,10 @@ class ReplicaModule:
         for key, window in update.windows.items():
             self._windows[key] = window.private(), window
         if news.structure is not None:
-            self._structure, self._kept = news.structure, {}
+            self._structure, self._common = news.structure, {}
         if news.structure is not None or news.run is not None or news.specs:
             self._form = self._next = None
-            self._kept.pop(None, None)  # nothing may hold the memory of before
+            self._common.pop(None, None)  # nothing may hold the memory of before
         self._bring(news, update, exchange)
         views = self._run.views
         contents = {tag: views[tag] for tag in news.versions if tag in views}
@@ -174,14 +174,14 @@ class ReplicaModule:
         for tag, spec in news.specs.items():
             one = self.tracked.setdefault(tag, _Tracked(spec, _NOTHING))
             one.spec = spec
-            if spec.place is not None:
-                one.tensor = self._in_window(spec.place, 0)
+            if spec.mapped is not None:
+                one.tensor = self._in_window(spec.mapped, 0)
         into: list[Tensor] = []
         values: list[Tensor] = []
         for tag, value in contents.items():
             one = self.tracked[tag]
-            small = tag not in views and value.numel() * value.element_size() <= raw_access.SMALL
-            one.sent = value.detach().clone() if small else None
+            small = tag not in views and value.numel() * value.element_size() <= raw_access.COPIED
+            one.copy = value.detach().clone() if small else None
             one.lost = False
             other = tag in news.specs or one.tensor.is_inference()
             if other or not (tag in views or one.trained):
@@ -222,12 +222,12 @@ class ReplicaModule:
             if exchange is not None:
                 exchange.spread(memory[begin:end])
 
-    def _in_window(self, place: Mapped, which: int) -> Tensor:
+    def _in_window(self, mapped: Mapped, which: int) -> Tensor:
         """Show a tensor in one of its two windows, with a storage and a version of its own."""
-        key, offset, spec = place
-        return self._windows[key][which].alone(spec, offset)
+        key, offset, spec = mapped
+        return self._windows[key][which].tensor(spec, offset)
 
-    def stepped(self, tags: Collection[int]) -> None:
+    def mark_stepped(self, tags: Collection[int]) -> None:
         """Note which parameters optimizers here step: the master's contents are older from now
         on.
         """
@@ -237,9 +237,9 @@ class ReplicaModule:
     def contents(self, tag: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""
         one = self.tracked[tag]
-        if one.spec.place is not None:
-            return self._in_window(one.spec.place, 1)
-        return None if one.trained else self._run.views.get(tag, one.sent)
+        if one.spec.mapped is not None:
+            return self._in_window(one.spec.mapped, 1)
+        return None if one.trained else self._run.views.get(tag, one.copy)
 
     # One forward.
 
@@ -267,7 +267,7 @@ class ReplicaModule:
 
     def _make(self, overlay: dict[int, Tensor]) -> ForwardState:
         if self._form is None:
-            used_windows = {one.spec.place[0] for one in self.tracked.values() if one.spec.place}
+            used_windows = {one.spec.mapped[0] for one in self.tracked.values() if one.spec.mapped}
             self._windows = {key: self._windows[key] for key in used_windows}
             self._form = _Form(self._run, self.tracked)
         form = self._form
@@ -280,7 +280,7 @@ class ReplicaModule:
         values.update((tag, value.detach().clone()) for tag, value in overlay.items())
         tensors = {tag: _made(self.tracked[tag].spec, value) for tag, value in values.items()}
         try:
-            module, used = build(self._structure, tensors, self._kept, self.device)
+            module, used = build(self._structure, tensors, self._common, self.device)
         except Exception as error:  # code of the user's classes
             raise NotLoaded from error
         unused = tensors.keys() - used
@@ -342,9 +342,9 @@ class ReplicaModule:
                 raise RuntimeError(_TRAINED.format(tuple(t.shape)))
             if tag not in form.fresh and (unlike or moved):  # the next forward has its memory, too
                 self._renew(tag)
-            elif accessed and one.spec.place is not None:
+            elif accessed and one.spec.mapped is not None:
                 # Let go of pages that a write made private.
-                key, offset, _ = one.spec.place
+                key, offset, _ = one.spec.mapped
                 self._windows[key][0].map.madvise(mmap.MADV_DONTNEED, offset, t.nbytes)
             # Upstream loses ``t.data = other`` where gradients are enabled.
             lost = replaced and not state.keeps_data and (one.spec.parameter or one.spec.grad)
@@ -358,15 +358,15 @@ class ReplicaModule:
 
     def _renew(self, tag: int) -> None:
         """Make a tensor anew for the next forward: this one's graph may have saved it."""
-        place, kept = self.tracked[tag].spec.place, self.contents(tag)
+        mapped, kept = self.tracked[tag].spec.mapped, self.contents(tag)
         anew = [self.tracked[tag]]
-        if place is not None:  # with all others there: it has one mapping
-            key, shared = place[0], self._windows[place[0]][1]
+        if mapped is not None:  # with all others there: it has one mapping
+            key, shared = mapped[0], self._windows[mapped[0]][1]
             self._windows[key] = shared.private(), shared
-            anew = [o for o in self.tracked.values() if o.spec.place and o.spec.place[0] == key]
+            anew = [o for o in self.tracked.values() if o.spec.mapped and o.spec.mapped[0] == key]
         for one in anew:
-            if one.spec.place is not None:
-                value = self._in_window(one.spec.place, 0)
+            if one.spec.mapped is not None:
+                value = self._in_window(one.spec.mapped, 0)
             else:
                 one.lost = kept is None
                 value = torch.empty_like(one.tensor) if kept is None else kept.clone()

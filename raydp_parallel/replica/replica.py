@@ -24,7 +24,7 @@ from raydp_parallel.devices.layout import Row
 from raydp_parallel.replica import engine, exceptions
 from raydp_parallel.replica.ahead import Ahead
 from raydp_parallel.replica.module import ForwardState, ReplicaModule
-from raydp_parallel.replica.resident import Resident
+from raydp_parallel.replica.training import ReplicaTraining
 from raydp_parallel.state import raw_access
 from raydp_parallel.state.run import is_plain
 from raydp_parallel.wire import trial
@@ -36,19 +36,19 @@ from raydp_parallel.wire.messages import (
     SUMMED,
     Answer,
     BackwardRequest,
-    ExchangeRequest,
     Forget,
     ForwardRequest,
     GradientsRequest,
     ResumeRequest,
+    Seat,
     SnapshotRequest,
     StateUpdate,
     StepRequest,
     Writes,
 )
 
-Trained = ResumeRequest | SnapshotRequest | GradientsRequest | StepRequest
-Request = ForwardRequest | BackwardRequest | Forget | ExchangeRequest | Trained
+TrainingRequest = ResumeRequest | SnapshotRequest | GradientsRequest | StepRequest
+Request = ForwardRequest | BackwardRequest | Forget | Seat | TrainingRequest
 
 own_process = False
 """True in a process that does a replica's work and no other: a wrapper in its module runs in place.
@@ -59,7 +59,7 @@ class Model(NamedTuple):
     """A model, and what is trained here of it."""
 
     module: ReplicaModule
-    resident: Resident
+    training: ReplicaTraining
     ahead: Ahead
 
 
@@ -98,7 +98,7 @@ class Replica:
                     answer = self._forward(request)
                 elif isinstance(request, BackwardRequest):
                     answer = self._backward(request, found)
-                elif isinstance(request, ExchangeRequest):
+                elif isinstance(request, Seat):
                     self._exchange(request)
                     answer = Answer()
                 elif isinstance(request, Forget):
@@ -133,7 +133,7 @@ class Replica:
         threads.use(self._device, request.terms.threads)
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("error")
-            with ambient.enter(request.terms.context), engine.alone():
+            with ambient.enter(request.terms.context), engine.only_torch():
                 ahead.found = engine.differentiate(outputs, request.grads, graph.leaves, request)
         ahead.never = ahead.found is None
         self._last = number, ahead, time.perf_counter() - begun
@@ -144,7 +144,7 @@ class Replica:
         with contextlib.suppress(InvalidStateError):  # it comes again where the call runs again
             self._delivered.setdefault(number, Future()).set_result(value)
 
-    def _exchange(self, request: ExchangeRequest) -> Exchange:
+    def _exchange(self, request: Seat) -> Exchange:
         if request.name not in self._groups:
             for name, group in [*self._groups.items()]:
                 if not group.exists():
@@ -155,11 +155,11 @@ class Replica:
                     trial.try_group(made, self._device)
         return self._groups[request.name]
 
-    def _joined(self, place: ExchangeRequest | None) -> AbstractContextManager[Exchange | None]:
-        """Take part in a group, if a request has a place in one."""
-        if place is None:
+    def _joined(self, seat: Seat | None) -> AbstractContextManager[Exchange | None]:
+        """Take part in a group, if a request has a seat in one."""
+        if seat is None:
             return contextlib.nullcontext()
-        return self._exchange(place).taking_part(place)
+        return self._exchange(seat).taking_part(seat)
 
     def _forget(self, keys: tuple[int, ...]) -> None:
         """Drop graphs and models that nobody can ask for any more."""
@@ -167,27 +167,27 @@ class Replica:
             self._graphs.pop(key, None)
             self._models.pop(key, None)
 
-    def _train(self, request: Trained) -> Answer:
+    def _train(self, request: TrainingRequest) -> Answer:
         """Do what a driver asks for whose optimizers are here."""
         if isinstance(request, ResumeRequest):
-            module, resident, _ = self._updated(request.model, request.update)
+            module, training, _ = self._updated(request.model, request.update)
             if not module.lacking:
-                resident.resume(request)
+                training.resume(request)
             return Answer(lacking=module.lacking)
-        resident = self._models[request.model].resident
+        training = self._models[request.model].training
         if isinstance(request, SnapshotRequest):
-            return Answer(resident.snapshot(request))
+            return Answer(training.snapshot(request))
         if isinstance(request, GradientsRequest):
-            return Answer(rows=(Row(resident.gradients(request.tags, request.chunk)),))
+            return Answer(rows=(Row(training.gradients(request.tags, request.chunk)),))
         threads.use(self._device, request.threads)
         with self._joined(request.exchange) as exchange:
-            return Answer(rows=(resident.step(request, exchange),))
+            return Answer(rows=(training.step(request, exchange),))
 
     def _updated(self, number: int, update: StateUpdate | None) -> Model:
         """Return a model, with the master's changes."""
         if number not in self._models:
             module = ReplicaModule(self._device)
-            self._models[number] = Model(module, Resident(module), Ahead())
+            self._models[number] = Model(module, ReplicaTraining(module), Ahead())
         model = self._models[number]
         if update is not None:
             known = update.base in (0, model.module.revision)
@@ -255,9 +255,9 @@ class Replica:
     def _backward(self, request: BackwardRequest, found: list[Tensor | None] | None) -> Answer:
         """Differentiate outputs of one chunk, unless the gradients are there already."""
         self._forget(request.forget)
-        terms, home, writes = request.terms, self._graphs[request.graph], Writes()
-        module, resident, _ = home.model
-        if not home.outputs:  # as torch says it, which has not seen the backward that was ahead
+        terms, graph, writes = request.terms, self._graphs[request.graph], Writes()
+        module, training, _ = graph.model
+        if not graph.outputs:  # as torch says it, which has not seen the backward that was ahead
             raise RuntimeError(
                 "Trying to backward through the graph a second time: call with retain_graph=True"
             )
@@ -275,30 +275,30 @@ class Replica:
         with self._joined(terms.group) as exchange:
             self._idle = module
             if keeps:
-                resident.drop_old(terms.chunk, home.tags, needed)
+                training.drop_old(terms.chunk, graph.tags, needed)
             if found is None:
-                module.reenter(home.state, request)
-                with ambient.enter(terms.context), raw_access.noting() as home.state.touched:
-                    found = engine.differentiate(outputs, grads, home.leaves, request)
+                module.reenter(graph.state, request)
+                with ambient.enter(terms.context), raw_access.noting() as graph.state.touched:
+                    found = engine.differentiate(outputs, grads, graph.leaves, request)
                 # A checkpoint that ran again may have written once more.
-                writes = module.end(home.state)
-            elif not request.keep:
-                home.outputs.clear()  # which frees it, as torch would have by now
+                writes = module.end(graph.state)
+            elif not request.retain:
+                graph.outputs.clear()  # which frees it, as torch would have by now
             if request.derived is not None:
                 made = [grad for grad in found if grad is not None]
-                graph = Graph(made, given, [None] * len(given), home.model, home.state)
-                self._graphs[request.derived] = graph
+                derived = Graph(made, given, [None] * len(given), graph.model, graph.state)
+                self._graphs[request.derived] = derived
             reached = b""
             if keeps:
-                reached = resident.keep(terms.chunk, home.tags, needed, found)
+                reached = training.keep(terms.chunk, graph.tags, needed, found)
             elif exchange is not None and SUMMED in needed:
-                reached = _summed(exchange, needed, home, found)
-        count = sum([tag is not None for tag in home.tags])
+                reached = _summed(exchange, needed, graph, found)
+        count = sum([tag is not None for tag in graph.tags])
         rows = Row(found[:count]), Row(found[count:])
         return Answer(rows=rows, reached=reached, writes=writes)
 
 
-def _summed(exchange: Exchange, needed: bytes, home: Graph, grads: list[Tensor | None]) -> bytes:
+def _summed(exchange: Exchange, needed: bytes, graph: Graph, grads: list[Tensor | None]) -> bytes:
     """Sum gradients over the group, for its root; returns which were. Where that fails, or chunks
     have gradients of other parameters, the driver gets them as they are.
     """
@@ -310,11 +310,11 @@ def _summed(exchange: Exchange, needed: bytes, home: Graph, grads: list[Tensor |
     sums: dict[int, Tensor] = {}
     try:
         for row in chosen.values():
-            run, parts = summable([home.leaves[at] for at in row], exchange.size)
+            run, parts = summable([graph.leaves[at] for at in row], exchange.size)
             torch._foreach_copy_(parts, [*row.values()])
             runs.append(run)
             sums.update(zip(row, parts, strict=True))
-        what = hash(tuple([home.tags[at] for at in sums]))
+        what = hash(tuple([graph.tags[at] for at in sums]))
         exchange.add(runs, range(exchange.size), exchange.root, what)
     except (Abandoned, Differing):
         return b""

@@ -46,13 +46,13 @@ class Owner(Protocol):
 
 
 class Lagging(nn.Parameter):
-    """A parameter that fetches its values when they are used. Each source has a class of its own.
+    """A parameter that fetches its values when they are used. Each owner has a class of its own.
 
     Attributes:
-        source: Has the values.
+        owner: Has the values.
     """
 
-    source: Owner
+    owner: Owner
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an ordinary parameter, where one is copied."""
@@ -67,7 +67,7 @@ class Lagging(nn.Parameter):
             return PLAINLY(func, types, args, kwargs or {})
         for kind in types:
             if issubclass(kind, Lagging):
-                kind.source.pull()
+                kind.owner.pull()
         if any([isinstance(one, Lagging) for one in args]):  # it left by `swap_tensors`
             return PLAINLY(func, types, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -60,7 +60,7 @@ _building = threading.local()
 the one before.
 """
 
-Kept = dict[object, object]
+Common = dict[object, object]
 """What all modules have in common that are built from one look: code and globals of a script, where
 `torch.compile` keeps what it compiled, and classes that take long to make.
 """
@@ -174,7 +174,7 @@ def _set_on(kind: type) -> dict[str, object]:
         elif type(func) is types.FunctionType and (own or func.__globals__ is not space):
             by, defined = func.__globals__, func.__qualname__.startswith(kind.__qualname__ + ".")
             other = sources.is_own(by.get("__name__", "")) and not (own and defined)
-            if other or pickling.home(by) is None:
+            if other or pickling.module_of(by) is None:
                 found[name] = value
     if found:
         _names_set[str(kind)] = dict.fromkeys(found)
@@ -208,16 +208,16 @@ def look(module: object, known: Mapping[int, Tracked]) -> tuple[bytes, dict[int,
 
 
 def build(
-    structure: bytes, tensors: Mapping[int, Tensor], kept: Kept, device: torch.device
+    structure: bytes, tensors: Mapping[int, Tensor], common: Common, device: torch.device
 ) -> tuple[nn.Module, set[int]]:
     """Build a module from a look, with tensors in the places of their tags; returns the tags that
     it has, too. Code and classes are those of others of this look.
     """
     used: set[int] = set()
-    first = None not in kept
-    vars(_building).update(tensors=tensors, kept=kept, device=device, used=used)
+    first = None not in common
+    vars(_building).update(tensors=tensors, common=common, device=device, used=used)
     try:
-        kept[None] = module = pickle.loads(structure)  # its classes live until the next one
+        common[None] = module = pickle.loads(structure)  # its classes live until the next one
     finally:
         vars(_building).clear()
     parts: list[nn.Module] = [module]
@@ -254,11 +254,11 @@ def _tensor(tag: int) -> Tensor:
 
 def _code(*parts: Any) -> types.CodeType:
     code = types.CodeType(*parts)
-    return _building.kept.setdefault(code, code)  # type: ignore[no-any-return]
+    return _building.common.setdefault(code, code)  # type: ignore[no-any-return]
 
 
 def _globals(number: int, names: dict[str, object]) -> dict[str, object]:
-    found: dict[str, object] = _building.kept.setdefault(number, {})
+    found: dict[str, object] = _building.common.setdefault(number, {})
     found.update(names)
     return found
 
@@ -305,24 +305,24 @@ def _set_state(module: nn.Module, state: dict[str, object]) -> None:
 
 
 def _new_parametrized(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    if (base, names) not in _building.kept:
+    if (base, names) not in _building.common:
         module = base.__new__(base)
         nn.Module.__init__(module)
         for name in names:  # makes the class; what it does beside is replaced
             module.register_parameter(name, nn.Parameter(torch.empty(0, device="cpu")))
             parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
-        _building.kept[base, names] = type(module)
-    kind = _building.kept[base, names]
+        _building.common[base, names] = type(module)
+    kind = _building.common[base, names]
     return kind.__new__(kind)  # type: ignore[no-any-return]
 
 
 def _new_traced(state: dict[str, object], imports: str) -> nn.Module:
     key = imports, state["_code"], state.get("_graphmodule_cls_name")
-    if key not in _building.kept:  # to trace it takes longer than a forward
+    if key not in _building.common:  # to trace it takes longer than a forward
         first = fx.graph_module.reduce_graph_module(state.copy(), imports)
-        _building.kept[key] = type(first), first.graph
+        _building.common[key] = type(first), first.graph
         vars(first).clear()  # the graph has it
-    kind, graph = _building.kept[key]
+    kind, graph = _building.common[key]
     module = nn.Module.__new__(kind)
     vars(module)["_graph"] = graph
     return module  # type: ignore[no-any-return]
@@ -338,12 +338,13 @@ def _reduce_script(module: torch.jit.ScriptModule) -> tuple[object, ...]:
 
 
 def _load_script(saved: bytes, tensors: dict[str, Tensor]) -> torch.jit.ScriptModule:
-    if saved not in _building.kept:
+    if saved not in _building.common:
         nothing = dict.fromkeys(tensors, torch.empty(0, device="cpu"))
         # The device is for constants of a frozen one.
-        _building.kept[saved] = _with(torch.jit.load(io.BytesIO(saved), _building.device), nothing)
+        loaded = torch.jit.load(io.BytesIO(saved), _building.device)
+        _building.common[saved] = _with(loaded, nothing)
     # Torch has optimized its code already.
-    return _with(copy.deepcopy(_building.kept[saved]), tensors)
+    return _with(copy.deepcopy(_building.common[saved]), tensors)
 
 
 def _with(module: torch.jit.ScriptModule, tensors: Mapping[str, Tensor]) -> torch.jit.ScriptModule:

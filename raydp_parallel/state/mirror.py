@@ -95,7 +95,7 @@ class Master:
         return found
 
     @property
-    def home(self) -> torch.device:
+    def device(self) -> torch.device:
         """The device of the module."""
         first = next(iter(self.records.values()), None)
         return torch.device("cpu") if first is None else first.tensor.device
@@ -126,8 +126,8 @@ class Master:
         """Find out what changed of tensors, and number the state if something did."""
         row = [one.tensor for one in self.records.values()]
         for kind in {*map(type, row)}:  # what other models' replicas train is fetched
-            if issubclass(kind, Lagging) and kind.source is not self.resident:
-                kind.source.pull()
+            if issubclass(kind, Lagging) and kind.owner is not self.resident:
+                kind.owner.pull()
         now: list[Seen] = PLAINLY(seen, (), (row,))
         pairs = zip(self.records.values(), now, strict=True)
         changed = [(one, then) for one, then in pairs if one.seen != then]
@@ -144,7 +144,7 @@ class Master:
         for key, one in found.items():
             one.kind = kinds.get(key, "attribute")
         self.records = found
-        self._form()
+        self._arrange()
 
     def _compare(self, changed: list[tuple[Tracked, Seen]]) -> None:
         """Number the changes of tensors."""
@@ -155,7 +155,7 @@ class Master:
             then_version, then_lies, then_flags = one.seen
             moved = lies[0] != then_lies[0]
             if moved:
-                one.place = None  # it may move again: from now on it is sent
+                one.mapped = None  # it may move again: from now on it is sent
             # Another geometry makes a new tensor in the replica, and older graphs keep the memory
             # that it had. A flag alone sends no contents.
             contents = lies[1:] != then_lies[1:]
@@ -169,7 +169,7 @@ class Master:
                 one.content_at = self.revision
                 self.trained_was_edited |= own
         if any([one.spec_at == self.revision for one, _ in changed]):
-            self._form()
+            self._arrange()
         for one, now in changed:
             if one.content_at == self.revision and not one.in_run:
                 one.keep_copy()
@@ -178,9 +178,9 @@ class Master:
         if large:
             self._map(large)
 
-    def _form(self) -> None:
+    def _arrange(self) -> None:
         """Look again at which tensors require gradients, and which a run may hold."""
-        home = self.home
+        device = self.device
         check_devices(self.module)
         found = [one for one in self.records.values() if one.tensor.requires_grad]
         self.leaves = [Leaf(o.tensor, o.kind) for o in sorted(found, key=lambda o: o.tag)]
@@ -191,25 +191,25 @@ class Master:
             t = one.tensor
             if one.leader != one.tag:
                 one.leader = places.get(storage_of(t)) if places else None
-            plain = is_plain(t) and is_dense(t) and t.device == home
+            plain = is_plain(t) and is_dense(t) and t.device == device
             one.in_run = plain and one.leader is None
             if one.in_run:
                 one.shadow = None
         for mapped, run in [*self._runs.items()]:
-            if not run.fits(self._in_run(mapped), home):
+            if not run.fits(self._in_run(mapped), device):
                 for one in run.records:  # the last look at them
                     here = one.tensor.device == run.memory.device  # else it is sent anyway
                     sent = here and one.content_at <= run.revision
                     if sent and not same(one.tensor, run.views[one.tag]):
                         one.content_at = self.revision
-                self._runs[mapped] = StateRun(self.revision, self._in_run(mapped), home)
+                self._runs[mapped] = StateRun(self.revision, self._in_run(mapped), device)
 
     def _in_run(self, mapped: bool) -> list[Tracked]:
-        return [o for o in self.records.values() if o.in_run and (o.place is None or not mapped)]
+        return [o for o in self.records.values() if o.in_run and (o.mapped is None or not mapped)]
 
     def _map(self, large: list[Tracked]) -> None:
         """Move large tensors into a window of their own pages."""
-        mapped = {o: o.place[0] for o in self.records.values() if o.place is not None}
+        mapped = {o: o.mapped[0] for o in self.records.values() if o.mapped is not None}
         if len({*mapped.values()}) >= _MOST_WINDOWS:
             # A new replica gets all in one message.
             large += [one for one in mapped if not is_used(one.tensor)]
@@ -217,14 +217,14 @@ class Master:
         layout = Layout(specs, PAGE)
         window = Window(layout.size)
         for one, spec, offset in zip(large, specs, layout.offsets, strict=True):
-            there = window.alone(spec, offset)
+            there = window.tensor(spec, offset)
             there.copy_(one.tensor.detach())
             one.tensor.data = there
-            one.place = self.revision, offset, window
+            one.mapped = self.revision, offset, window
             one.spec_at = one.content_at = self.revision
             lies = there.data_ptr(), *one.seen[1][1:]
             one.seen = one.seen[0], lies, one.seen[2]  # no edit of the program's
-        self._form()
+        self._arrange()
 
     def verify(self) -> bool:
         """Compare contents with those that were last sent; returns whether something was edited
@@ -253,10 +253,10 @@ class Master:
         records = self.records.values()
         for one in records:
             one.leader = one.tag if one.tag in tags else None
-        self._form()
+        self._arrange()
         for one in records:
             if one.leader is not None:
-                one.place, one.spec_at = None, self.revision
+                one.mapped, one.spec_at = None, self.revision
                 touch([one])  # which makes a copy to compare with
 
     def lag(self, kind: type[nn.Parameter]) -> bool:
@@ -277,7 +277,7 @@ class Master:
         """Note that all weights are of now: parameters are ordinary ones."""
         for one in self.records.values():
             kind, own = type(one.tensor), one.leader == one.tag
-            if own and issubclass(kind, Lagging) and kind.source is self.resident:
+            if own and issubclass(kind, Lagging) and kind.owner is self.resident:
                 one.tensor.__class__ = nn.Parameter
             if own and one.late is not None:
                 one.late = None
@@ -304,7 +304,7 @@ class Master:
         mapped = way == "mapped"
         run = self._runs.get(mapped)
         if run is None:
-            run = self._runs[mapped] = StateRun(self.revision, self._in_run(mapped), self.home)
+            run = self._runs[mapped] = StateRun(self.revision, self._in_run(mapped), self.device)
         late = [one for one in run.records if one.content_at > run.revision]
         copy_row([run.views[one.tag] for one in late], [one.tensor for one in late])
         run.revision = self.revision
@@ -315,7 +315,7 @@ class Master:
         run = self._runs.get(way == "mapped")
         return run is not None and run.revision < self.revision
 
-    def lacking(self, known: Iterable[Mapping[int, int]]) -> int:
+    def bytes_to_send(self, known: Iterable[Mapping[int, int]]) -> int:
         """Count the bytes that all replicas lack, which have these revisions of models; 0 if some
         lie in no run.
         """
@@ -348,19 +348,19 @@ class Master:
         windows: dict[int, Window] = {}
         for one in self.records.values():
             if one.spec_at > revision:
-                t, place = one.tensor, None
-                if way == "mapped" and one.place is not None:
-                    key, offset, window = one.place
-                    place = key, offset, specs_of([t])[0]
+                t, mapped = one.tensor, None
+                if way == "mapped" and one.mapped is not None:
+                    key, offset, window = one.mapped
+                    mapped = key, offset, specs_of([t])[0]
                     if key > revision:
                         windows[key] = window
-                specs[one.tag] = TensorSpec(isinstance(t, nn.Parameter), t.requires_grad, place)
+                specs[one.tag] = TensorSpec(isinstance(t, nn.Parameter), t.requires_grad, mapped)
         run = self._run(way)
         laid = run.spec.key > revision
         ranges = run.ranges(0 if laid else revision)
         changed = [one for one in self.records.values() if one.content_at > revision]
         versions = versions_of([one.tensor for one in changed])
-        sent = {o.tag: o.tensor for o in changed if o.place is None or way != "mapped"} | weights
+        sent = {o.tag: o.tensor for o in changed if o.mapped is None or way != "mapped"} | weights
         # Detached, which never become ones that lag.
         contents = {tag: t.detach() for tag, t in sent.items() if tag not in run.views}
         last = self.structure
@@ -408,7 +408,7 @@ class Master:
         for one, value, by, replaced in rows:
             if not isinstance(one.tensor, nn.Parameter):  # each forward has buffers of its own
                 one.written += by
-            if replaced or one.place is not None:  # other replicas map its memory, for graphs
+            if replaced or one.mapped is not None:  # other replicas map its memory, for graphs
                 one.tensor.data = value.to(one.tensor.device, copy=True)
             elif one.tensor.is_inference():
                 # Not for all: sparse ones would get parts of that mode.

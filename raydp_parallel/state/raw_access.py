@@ -20,7 +20,7 @@ ahead then.
 """
 _PLAIN = inspect.getattr_static(Tensor, "data")
 
-SMALL = 1 << 20
+COPIED = 1 << 20
 """Bytes up to which contents from before an access are kept, to tell reading from writing."""
 
 Touched = dict[int, Tensor | None]
@@ -32,7 +32,7 @@ _touched: Touched | None = None
 def _note(tensor: Tensor) -> None:
     address = 0 if _touched is None else storage_of(tensor)
     if _touched is not None and address and address not in _touched:
-        small = tensor.numel() * tensor.element_size() <= SMALL
+        small = tensor.numel() * tensor.element_size() <= COPIED
         _touched[address] = tensor.detach().clone() if small else None
 
 

@@ -106,7 +106,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
-Place = tuple[int, int, Window]
+MappedHere = tuple[int, int, Window]
 """Where a large tensor lies, for replicas that map it: the window's number, the offset, and it."""
 
 
@@ -120,7 +120,7 @@ class Tracked:
     seen: Seen = (-1, (0,), ())  # at the last look
     spec_at: int = 0  # the revision since which it is as it is, but for contents
     content_at: int = 0  # the revision since which it has its contents
-    place: Place | None = None
+    mapped: MappedHere | None = None
     in_run: bool = False  # a run has its contents
     # In whose storage it lies, if replicas step that: its own, as they train it, or a parameter's,
     # of which an attribute may be a part, or spectral norm's weight all.
@@ -136,7 +136,7 @@ class Tracked:
     def may_be_mapped(self) -> bool:
         """Tell if it is large, and nobody else looks at its memory."""
         t = self.tensor
-        if not self.in_run or self.place is not None or type(t) is not nn.Parameter:
+        if not self.in_run or self.mapped is not None or type(t) is not nn.Parameter:
             return False
         if t.device.type != "cpu" or t.nbytes < SMALL or t.is_inference():
             return False

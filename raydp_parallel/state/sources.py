@@ -34,16 +34,16 @@ _BEGUN = time.time()
 
 
 _MARKS = {"site-packages", "dist-packages", "thirdparty_files"}  # the last one has Ray's own copies
-_HOMES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_HOMES += [*site.getsitepackages(), site.getusersitepackages()]
-_HOMES += [*map(os.path.realpath, _HOMES), os.path.dirname(os.path.dirname(__file__))]
+_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_INSTALLED += [*site.getsitepackages(), site.getusersitepackages()]
+_INSTALLED += [*map(os.path.realpath, _INSTALLED), os.path.dirname(os.path.dirname(__file__))]
 
 
 def _is_installed(path: str) -> bool:
     """Tell if a file is Python's, this package's or an installed package's."""
     if not _MARKS.isdisjoint(path.split(os.sep)):
         return True
-    return any(path.startswith(home + os.sep) for home in _HOMES)
+    return any(path.startswith(folder + os.sep) for folder in _INSTALLED)
 
 
 # In the driver.

@@ -71,7 +71,7 @@ class Channel:
         self._out: dict[bool, Run] = {}
         self._in: dict[bool, Run] = {}
         self._reading: torch.cuda.Stream | None = None  # it may still read the other end's window
-        self.moved = [0, 0]  # bytes of tensors, sent and received
+        self.traffic = [0, 0]  # bytes of tensors, sent and received
         # Minus the length of a frame on its way, and how much the socket took of it, by pieces.
         self._way: list[int] = []
 
@@ -102,9 +102,9 @@ class Channel:
             known = len(self._known), Layout(specs)
         number, layout = known
         gpu = self.ipc if self.ipc and memory.gpu_of(packet.tensors) == self.ipc else None
-        near = gpu is not None
+        on_gpu = gpu is not None
         size, export, fds = 0, None, [*map(attrgetter("fd"), packet.windows)]
-        window = self._out.get(near, _NOTHING)
+        window = self._out.get(on_gpu, _NOTHING)
         if window.size < layout.size:
             size = layout.size + layout.size // 4
             if gpu is not None:
@@ -125,11 +125,11 @@ class Channel:
         self._frames += 1
         summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)
         if summed and layout.size:
-            total = memory.total(window.memory[: layout.size])
+            total = memory.checksum(window.memory[: layout.size])
         shared = [*map(attrgetter("size"), packet.windows)]
         # The number of the layout and, where the other end does not know them, its specs, the size
         # of a new window, its description on a GPU, and sizes of windows that the message shares.
-        about = pickle.dumps((number, new, near, size, export, shared, total))
+        about = pickle.dumps((number, new, on_gpu, size, export, shared, total))
         data = b"".join((_HEADER.pack(len(packet.body), len(about)), about, packet.body))
         self._sock.settimeout(timeout)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -139,8 +139,8 @@ class Channel:
             way.extend(map(self._sock.sendmsg, [rest], [rights]))  # before a handler may run
             rights = []
         # Only now does the other end know them.
-        self._known[specs], self._out[near] = known, window
-        self.moved[0] += layout.size
+        self._known[specs], self._out[on_gpu] = known, window
+        self.traffic[0] += layout.size
 
     def receive(self, timeout: float | None = None, device: torch.device | None = None) -> Any:
         """Receive a message; its tensors are valid until the other end's next one, unless they were
@@ -165,26 +165,26 @@ class Channel:
         body, length = _HEADER.unpack_from(first)
         begin = _HEADER.size + length
         first += self._read(begin + body - len(first))
-        number, new, near, size, export, shared, total = pickle.loads(first[_HEADER.size : begin])
+        number, new, on_gpu, size, export, shared, total = pickle.loads(first[_HEADER.size : begin])
         data = first[begin:]
         if export is not None:
-            self._in[near] = GpuWindow(size, self.ipc or device or self._device, export)
+            self._in[on_gpu] = GpuWindow(size, self.ipc or device or self._device, export)
         elif size:
-            self._in[near] = Window(size, fds.pop(0))
+            self._in[on_gpu] = Window(size, fds.pop(0))
         if new is not None:
             self._theirs[number] = Layout(new)
         windows = [*itertools.starmap(Window, zip(shared, fds, strict=True))]
         layout, device = self._theirs[number], device or self._device
-        self.moved[1] += layout.size
+        self.traffic[1] += layout.size
         self._way = []
         if not layout.specs:
             return codec.decode(data, Row(), windows, device)
-        window = self._in.get(near, _NOTHING)
+        window = self._in.get(on_gpu, _NOTHING)
         row, self._reading = memory.upload(layout, window, device)
-        if total is not None and memory.total(row.memory[: layout.size]) != total:
+        if total is not None and memory.checksum(row.memory[: layout.size]) != total:
             raise TransferError(
                 f"a message between driver and replica came with other bytes than were sent, by "
-                f"the way {'ipc' if near else 'host'!r}: the values of this step are lost. "
+                f"the way {'ipc' if on_gpu else 'host'!r}: the values of this step are lost. "
                 "Options(gpu_paths=('host',)) leaves the faster ways out"
             )
         return codec.decode(data, row, windows, device)

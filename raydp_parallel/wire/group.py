@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, distributed
 
 from raydp_parallel.devices import memory
-from raydp_parallel.devices.layout import ALIGN, alone, specs_of
-from raydp_parallel.wire.messages import ExchangeRequest
+from raydp_parallel.devices.layout import ALIGN, layout_of, specs_of
+from raydp_parallel.wire.messages import Seat
 from raydp_parallel.wire.windows import Window
 
 dist: Any = distributed  # torch's stubs lack most of what is needed to make a group directly
@@ -143,14 +143,14 @@ class Exchange:
     """One member's end of a group.
 
     Args:
-        request: The place in the group.
+        request: The seat in the group.
         device: The GPU of this member, if tensors go by NCCL.
 
     Raises:
         Abandoned: The others did not come, or cannot be reached.
     """
 
-    def __init__(self, request: ExchangeRequest, device: torch.device) -> None:
+    def __init__(self, request: Seat, device: torch.device) -> None:
         # This member, how many there are, and the one that gets sums, and passes weights on.
         self.rank, self.size, self.root = request.rank, request.size, request.root
         self._device = device if request.nccl else torch.device("cpu")
@@ -192,15 +192,15 @@ class Exchange:
             raise Abandoned(text) from None
 
     @contextlib.contextmanager
-    def taking_part(self, place: ExchangeRequest) -> Iterator[Exchange]:
-        """Run a block as one of several chunks, of which layers may exchange tensors if the place
+    def taking_part(self, seat: Seat) -> Iterator[Exchange]:
+        """Run a block as one of several chunks, of which layers may exchange tensors if the seat
         says so; if it fails, the others do not wait for this one.
         """
         global current
-        before, current = current, self if place.layers else None
+        before, current = current, self if seat.layers else None
         try:
             yield self
-            if place.layers:
+            if seat.layers:
                 self.meet(END, 0)
         except BaseException:
             self.close()
@@ -347,7 +347,7 @@ def summable(
         last: The run of the last sums. It is used again if it fits and nobody has a part of it: new
             pages cost more than the sums.
     """
-    layout, dtype = alone(tuple(specs_of(like))), like[0].dtype
+    layout, dtype = layout_of(tuple(specs_of(like))), like[0].dtype
     size = -(-layout.size // (members * ALIGN)) * members * ALIGN
     if last is None or last.nbytes != size or memory.is_used(last):
         del last

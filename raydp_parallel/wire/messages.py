@@ -17,7 +17,7 @@ from raydp_parallel.wire.codec import Parcel
 from raydp_parallel.wire.windows import Window
 
 
-class ExchangeRequest(NamedTuple):
+class Seat(NamedTuple):
     """The place of one chunk in a group of replicas that exchange tensors during a call."""
 
     name: str  # the group's; a replica that has it keeps it
@@ -58,7 +58,7 @@ class TensorSpec(NamedTuple):
 
     parameter: bool
     grad: bool  # it requires a gradient
-    place: Mapped | None  # None: contents are sent
+    mapped: Mapped | None  # None: contents are sent
 
 
 class RunSpec(NamedTuple):
@@ -92,7 +92,7 @@ class StateUpdate(NamedTuple):
     windows: dict[int, Window]  # memory that large tensors lie in, by number
     parts: tuple[Tensor, ...] = ()  # the changed parts of the run; none where it lies in a window
     window: Window | None = None  # of the run, where that is new
-    spread: ExchangeRequest | None = None  # the group whose root passes the changed parts on
+    spread: Seat | None = None  # the group whose root passes the changed parts on
 
 
 # Calls of a module.
@@ -107,7 +107,7 @@ class Terms(NamedTuple):
     error_prefix: str | None  # the place that an exception names; None leaves that as it is
     reports: bool  # writes to buffers and parameters are reported
     seed: int  # the call's
-    group: ExchangeRequest | None = None  # how the call's chunks exchange tensors, if they do
+    group: Seat | None = None  # how the call's chunks exchange tensors, if they do
 
 
 class ForwardRequest(NamedTuple):
@@ -144,7 +144,7 @@ class BackwardRequest(NamedTuple):
     grads: list[Tensor]
     needed: bytes  # the fate of each leaf's gradient
     partial: bool  # the graph leads to leaves that get no gradient
-    keep: bool  # graphs are used again
+    retain: bool  # graphs are used again
     derived: int | None  # the number of the graph that the gradients get, with create_graph
     moved: dict[int, int]  # by how much the master's versions moved since the forward, by tag
     forget: tuple[int, ...] = ()
@@ -198,7 +198,7 @@ class StepRequest(NamedTuple):
     scale: Tensor | None = None  # the factor of these sums, after a clipping
     chunks: tuple[int, ...] = ()  # that have kept the gradients, in the order of the sum
     sums: int = 0  # their number: a step may use those of a norm of the same gradients
-    exchange: ExchangeRequest | None = None  # the group that sums; None if all chunks are here
+    exchange: Seat | None = None  # the group that sums; None if all chunks are here
     number: int = 0  # the step's, from which its random numbers follow
     threads: int | None = None  # torch's threads; None leaves them
 

@@ -95,7 +95,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         for half a millisecond: here once for each code.
         """
         space, code = func.__globals__, func.__code__
-        module, there = home(space), [*space]
+        module, there = module_of(space), [*space]
         known = _reduced.get(id(code))
         if known is None or known[0] != there:
             make, _, (_, parts), *rest = super()._dynamic_function_reduce(func)
@@ -128,7 +128,7 @@ names of their globals, of which a later one may be another one that the code us
 """
 
 
-def home(space: dict[str, object]) -> types.ModuleType | None:
+def module_of(space: dict[str, object]) -> types.ModuleType | None:
     """The module whose globals these are, if another process gets it by its name."""
     name = str(space.get("__name__"))
     found, package = sys.modules.get(name), name.partition(".")[0]
@@ -138,8 +138,8 @@ def home(space: dict[str, object]) -> types.ModuleType | None:
     return found if mine else None
 
 
-def _make_in(home: types.ModuleType, code: types.CodeType, closure: Any) -> types.FunctionType:
-    return types.FunctionType(code, vars(home), closure=closure)
+def _make_in(module: types.ModuleType, code: types.CodeType, closure: Any) -> types.FunctionType:
+    return types.FunctionType(code, vars(module), closure=closure)
 
 
 def _reduce_cache(value: functools._lru_cache_wrapper[object]) -> Reduced:
@@ -195,7 +195,7 @@ def _reduce_variable(value: ContextVar[object]) -> Reduced:
     """Reduce a context variable to its name in an imported module, or to a new one like it."""
     for module in [*sys.modules.values()]:
         for name, part in [*getattr(module, "__dict__", {}).items()]:
-            if part is value and home(vars(module)) is module:
+            if part is value and module_of(vars(module)) is module:
                 return getattr, (module, name)
     default = {}
     with contextlib.suppress(LookupError):

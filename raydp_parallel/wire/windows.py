@@ -114,7 +114,7 @@ class Window(Run):
         """Map the memory once more: what is written there stays there."""
         return Window(self.size, os.dup(self.fd), mmap.MAP_PRIVATE)
 
-    def alone(self, spec: Spec, offset: int) -> Tensor:
+    def tensor(self, spec: Spec, offset: int) -> Tensor:
         """Show one tensor with a storage of its own: `torch.save` writes whole storages."""
         count = math.prod(spec.shape)
         run = torch.frombuffer(self.map, dtype=spec.dtype, count=count, offset=offset)

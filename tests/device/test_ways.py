@@ -486,7 +486,7 @@ def test_a_step_with_wrong_bytes_has_no_effect(
     monkeypatch.setattr(trial, "SIZES", [1 << 12])  # only the first messages have sums
     module = net()
     before = {k: v.clone() for k, v in module.state_dict().items()}
-    plain, sums, right = plain_of(module), [], memory.total
+    plain, sums, right = plain_of(module), [], memory.checksum
     with Executor(SHARED, options=ways) as executor:
         model = DataParallel(module, executor=executor)
 
@@ -494,11 +494,11 @@ def test_a_step_with_wrong_bytes_has_no_effect(
             sums.append(right(run) + (len(sums) == lost - 1))
             return sums[-1]
 
-        monkeypatch.setattr(memory, "total", total)
+        monkeypatch.setattr(memory, "checksum", total)
         with pytest.raises(TransferError, match="ipc" if ways is IPC else "host"):
             [*train(model, x, steps=1)]
         assert all(p.grad is None for p in module.parameters())
-        monkeypatch.setattr(memory, "total", right)
+        monkeypatch.setattr(memory, "checksum", right)
         for name, value in module.named_parameters():
             assert torch.equal(value, before[name])
         module.load_state_dict(before)
@@ -510,7 +510,7 @@ def test_a_replica_that_cannot_read_a_step_has_not_made_it(
 ) -> None:
     """Of an optimizer in the replicas; the step can be repeated."""
     module = net()
-    plain, right = plain_of(module), memory.total
+    plain, right = plain_of(module), memory.checksum
     with Executor([0], options=HOST) as executor:
         model = DataParallel(module, executor=executor)
         inside = model.optimizer(torch.optim.SGD, lr=0.1)
@@ -519,11 +519,11 @@ def test_a_replica_that_cannot_read_a_step_has_not_made_it(
             one(x).square().mean().backward()
         inside.clip_grad_norm_(0.1)
         before = [p.clone() for p in module.parameters()]
-        monkeypatch.setattr(memory, "total", lambda run: right(run) + 1)
+        monkeypatch.setattr(memory, "checksum", lambda run: right(run) + 1)
         inside.step()
         with pytest.raises(TransferError):
             model.state_dict()
-        monkeypatch.setattr(memory, "total", right)
+        monkeypatch.setattr(memory, "checksum", right)
         assert all(map(torch.equal, module.parameters(), before))
         inside.step()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)

@@ -27,7 +27,7 @@ from raydp_parallel.errors import PlacementError
 from raydp_parallel.replica.module import ReplicaModule
 from raydp_parallel.wire.channel import _HEADER, Channel
 from raydp_parallel.wire.group import Abandoned, Exchange, close_store, open_store
-from raydp_parallel.wire.messages import ExchangeRequest
+from raydp_parallel.wire.messages import Seat
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -264,7 +264,7 @@ def test_a_group_that_is_gone_cannot_be_joined(host: str | None) -> None:
     store, address = open_store(2, host)
 
     def member(rank: int) -> Exchange:
-        return Exchange(ExchangeRequest("a group", rank, 2, 300.0, address=address), CPU)
+        return Exchange(Seat("a group", rank, 2, 300.0, address=address), CPU)
 
     with ThreadPoolExecutor(2) as pool:
         both = [*pool.map(member, range(2))]

@@ -15,7 +15,7 @@ from raydp_parallel.cluster import ray_api
 from raydp_parallel.devices import cuda
 from raydp_parallel.driver import groups
 from raydp_parallel.wire import codec, group
-from raydp_parallel.wire.messages import ExchangeRequest
+from raydp_parallel.wire.messages import Seat
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def test_replicas_that_hang_in_nccl_share_one_deadline(caplog: pytest.LogCapture
     clock, dispatcher = [0.0], mock.Mock(failed_joins=0)
     dispatcher.send.return_value.gone = dispatcher.receive.return_value = None
 
-    def ready(seconds: float) -> None:
+    def has_answer(seconds: float) -> None:
         clock[0] += seconds
 
-    seats = [ExchangeRequest("one", rank, 8, 1.0) for rank in range(8)]
-    slots: Any = [mock.Mock(**{"client.ready": ready}) for _ in seats]
+    seats = [Seat("one", rank, 8, 1.0) for rank in range(8)]
+    slots: Any = [mock.Mock(**{"client.has_answer": has_answer}) for _ in seats]
     with mock.patch.object(groups, "time", mock.Mock(monotonic=lambda: clock[0])):
         assert not groups._join(dispatcher, slots, mock.Mock(seats=seats))
     assert (dispatcher.replica_set.lost.call_count, clock[0]) == (8, groups._GRACE)

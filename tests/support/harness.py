@@ -249,23 +249,23 @@ def dying(executor: raydp_parallel.Executor, at: int, moment: str) -> Iterator[N
 
     def knows(slot: Any) -> bool:
         trained = [m.resident.weights for m in executor._masters.values() if m.resident]
-        fresh = all(not (w.lacking or w.coming) or w.current(slot) for w in trained)
+        fresh = all(not (w.unfetched or w.coming) or w.current(slot) for w in trained)
         return fresh and slot.client.alive()
 
     def dying_send(self: Any, slot: Any, *rest: Any) -> Any:
-        others = [other for other in self.replica_set.ready() if other is not slot]
+        others = [other for other in self.replica_set.ready_slots() if other is not slot]
         mortal = next(numbers) == at and slot.ready and any(map(knows, others))
         if mortal and moment == "before":
             end(slot)
         pending = send(self, slot, *rest)
-        if mortal and moment == "sent" and pending.sent:
+        if mortal and moment == "sent" and pending.arrived:
             end(slot)
         due.extend([pending] * mortal)
         return pending
 
     def dying_receive(self: Any, pending: Any) -> Any:
         mortal, slot = pending in due and pending.lives, pending.slot
-        if mortal and moment == "answered" and slot.client.ready(60):
+        if mortal and moment == "answered" and slot.client.has_answer(60):
             end(slot)
         answer = receive(self, pending)
         if mortal and moment == "received" and answer is not None:

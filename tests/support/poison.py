@@ -16,7 +16,7 @@ from torch import Tensor
 from raydp_parallel.devices.layout import Run
 from raydp_parallel.devices.memory import is_used
 from raydp_parallel.driver import gradients
-from raydp_parallel.replica import replica, resident
+from raydp_parallel.replica import replica, training
 from raydp_parallel.wire import group
 from raydp_parallel.wire.channel import Channel
 
@@ -64,5 +64,5 @@ def use(put: Callable[[Any, str, Any], None] = setattr) -> None:
 
     put(Channel, "__init__", made)
     put(gradients, "_memory", unused)
-    for module in (group, replica, resident):
+    for module in (group, replica, training):
         put(module, "summable", emptied)

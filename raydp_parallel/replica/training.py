@@ -29,7 +29,7 @@ Tags = Sequence[int | None]
 """Those of a graph's leaves; None for inputs."""
 
 
-class Resident:
+class ReplicaTraining:
     """Gradients and optimizers of one model."""
 
     def __init__(self, module: ReplicaModule) -> None:
@@ -147,7 +147,7 @@ class Resident:
         """Make the optimizers; the weights have come with the state."""
         if self._module.device.type == "cpu":
             threads.return_large_blocks()
-        self._module.stepped(request.stepped)
+        self._module.mark_stepped(request.stepped)
         self._optimizers = {}
         row = [t.detach().clone() for t in request.optimizers.tensors]
         for number, one in request.optimizers.load(row).items():
