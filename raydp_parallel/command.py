@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raydp_parallel.errors import ClusterError
-from raydp_parallel.monitoring import report, status
+from raydp_parallel.monitoring import status
 
 _DASHBOARD = Path(__file__).parent / "monitoring" / "grafana_dashboard.json"
 
@@ -62,5 +62,5 @@ def _text(options: argparse.Namespace) -> str:
     entries = [*map(json.loads, ray_api.entries(options.address))]
     if options.command == "status":
         return f"{status.render(entries)}\n"
-    options.file.write_text(report.page(entries), encoding="utf-8")
+    options.file.write_text(status.page(entries), encoding="utf-8")
     return f"{options.file}\n"

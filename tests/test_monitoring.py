@@ -22,7 +22,7 @@ from raydp_parallel.cluster.start import Starter
 from raydp_parallel.devices import threads
 from raydp_parallel.driver import reporter
 from raydp_parallel.errors import ClusterError
-from raydp_parallel.monitoring import metrics, report, status
+from raydp_parallel.monitoring import metrics, status
 from raydp_parallel.monitoring.recorder import Recorder
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 
@@ -111,7 +111,7 @@ def test_status_has_the_table_of_each_executor(fake: Fake) -> None:
 def test_the_report_is_one_page_without_scripts(fake: Fake) -> None:
     fake.step()
     fake.recorder.event("<script>alert(1)</script>")
-    text = report.page([entry(fake.stats())])
+    text = status.page([entry(fake.stats())])
     assert text.startswith("<!doctype html>") and text.endswith("</html>\n")
     assert "<td>60% <meter max=100 value=60></meter></td>" in text
     assert "<script" not in text and "http://" not in text

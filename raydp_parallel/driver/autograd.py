@@ -279,8 +279,9 @@ class Backward:
             master, *more = {part.master for part in parts.values()}
             resident = None if more or not stay else master.resident
             if resident is not None:
-                resident.begin_backward()
+                resident.collect()
                 self._gradients = resident.gradients
+                self._gradients.begin_backward()
                 for at in stay:
                     leaf, kind = call.leaves[at]
                     if kind == "parameter" and PLAINLY(self._gradients.keeps, (), (leaf,)):

@@ -44,10 +44,6 @@ class Stand:
     touched: bool = False  # the program may have written to the value
     zeroed: bool = False  # it is zero, whatever the replicas keep
 
-    def renew(self) -> None:
-        """Stand for what the replicas keep from now on."""
-        self.known, self.touched, self.zeroed = None, False, False
-
 
 Fetch = Callable[[Stand], Tensor]
 

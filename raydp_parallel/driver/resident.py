@@ -243,11 +243,6 @@ class Resident:
             raise StateLost("the gradient went with the replicas that had it")
         return stand.known
 
-    def begin_backward(self) -> None:
-        """Begin a backward."""
-        self.collect()
-        self.gradients.begin_backward()
-
     # Steps.
 
     def step(self, optimizer: OptimizerState) -> None:

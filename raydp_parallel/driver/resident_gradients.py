@@ -120,7 +120,8 @@ class Gradients:
         """Let ``.grad`` stand for what is kept."""
         grad = one.parameter.grad
         if isinstance(grad, RemoteGrad):
-            grad.stand.renew()
+            stand = grad.stand  # from now on for what the replicas keep
+            stand.known, stand.touched, stand.zeroed = None, False, False
         else:
             one.parameter.grad = made = RemoteGrad(one.parameter, self._bring)
             one.last = weakref.ref(made.stand)

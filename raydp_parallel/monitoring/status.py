@@ -1,5 +1,5 @@
-"""The text of `raydp-parallel status`: the running executors of a cluster, from the entries that
-their drivers write once per second.
+"""The text of `raydp-parallel status`, and the page of `raydp-parallel report`: the running
+executors of a cluster, from the entries that their drivers write once per second.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 
 from raydp_parallel.monitoring.stats import ExecutorStats, PlainValues, printable
 
-NOBODY = "No executor runs here: none was started, it has ended, or has Options(metrics=False)."
+# No script runs and nothing is fetched there, whatever an entry contains.
+_HEAD = Path(__file__).with_name("report.html")
+_NOBODY = "No executor runs here: none was started, it has ended, or has Options(metrics=False)."
 
 
 def entry(stats: ExecutorStats) -> PlainValues:
@@ -30,4 +34,12 @@ def read(entry: PlainValues) -> tuple[str, ExecutorStats]:
 def render(entries: Sequence[PlainValues]) -> str:
     """Return the text about all executors, of their drivers' entries."""
     texts = [f"{about}\n{stats}".splitlines() for about, stats in map(read, entries)]
-    return "\n\n".join("\n".join(map(printable, lines)) for lines in texts) or NOBODY
+    return "\n\n".join("\n".join(map(printable, lines)) for lines in texts) or _NOBODY
+
+
+def page(entries: Sequence[PlainValues]) -> str:
+    """Return a page with tables and bars about all executors, of their drivers' entries."""
+    parts = [_HEAD.read_text(), f"<p>{escape(time.strftime('%Y-%m-%d %H:%M:%S %Z'))}</p>"]
+    for about, stats in map(read, entries):
+        parts += [f"<h2>{escape(stats.name)}, {escape(about)}</h2>", stats._repr_html_()]
+    return "\n".join([*(parts if entries else (*parts, _NOBODY)), "</body></html>\n"])

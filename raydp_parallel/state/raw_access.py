@@ -29,16 +29,12 @@ Touched = dict[int, Tensor | None]
 _touched: Touched | None = None
 
 
-def _note(tensor: Tensor) -> None:
-    address = 0 if _touched is None else storage_of(tensor)
-    if _touched is not None and address and address not in _touched:
-        small = tensor.numel() * tensor.element_size() <= COPIED
-        _touched[address] = tensor.detach().clone() if small else None
-
-
 def _noting(method: Callable[..., object]) -> Callable[..., object]:
     def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
-        _note(tensor)
+        address = 0 if _touched is None else storage_of(tensor)
+        if _touched is not None and address and address not in _touched:
+            small = tensor.numel() * tensor.element_size() <= COPIED
+            _touched[address] = tensor.detach().clone() if small else None
         return method(tensor, *args, **kwargs)
 
     return call
