@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean"]
 GpuPath = Literal["host", "ipc", "nccl"]
-GPU_PATHS = {*get_args(GpuPath)}
+GPU_PATHS = get_args(GpuPath)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ _TIME = Real, lambda n: 0 < n <= 1e6, "a number of seconds, above 0 and at most 
 _PART = "a number above 0, at most 1. For CPU replicas, give device_ids=['cpu', ...]"
 _NAME = "printable characters without '/', ':' and '@', such as 'train'"
 _WEIGHTS = "finite numbers above 0, one for each device, such as (4, 1)"
-_PATHS = f"'auto' or some of {get_args(GpuPath)}"
+_PATHS = f"'auto' or some of {GPU_PATHS}"
 _AMOUNTS = "numbers above 0 by names of Ray's custom resources; cpus_per_replica books CPUs"
 
 _RULES: dict[str, tuple[Any, Callable[[Any], object], str]] = {
@@ -139,6 +139,6 @@ _RULES: dict[str, tuple[Any, Callable[[Any], object], str]] = {
     "gpus_per_replica": (Real, lambda n: 0 < n <= 1, _PART),
     "resources": (Mapping, _are_resources, _AMOUNTS),
     "label_selector": (Mapping, all, "conditions by names of labels"),
-    "gpu_paths": (object, lambda ways: ways == "auto" or {*ways} <= GPU_PATHS, _PATHS),
+    "gpu_paths": (Collection, lambda p: p == "auto" or all(w in GPU_PATHS for w in p), _PATHS),
 }
 """What settings may be: of which class, with which values, and how an error says it."""

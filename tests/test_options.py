@@ -37,7 +37,7 @@ def test_every_field_is_documented() -> None:
 
 
 BAD: dict[str, list[Any]] = {
-    "gpu_paths": [("peer",), "host"],
+    "gpu_paths": [("peer",), "host", [["host"]]],
     "chunk_weights": [(), (0, 1), (-1, 2), (math.inf, 1), (math.nan, 1), ("1", 2), (True, 1), "no"],
     "placement_timeout": [0, -1.0, math.inf, math.nan, 1e7],
     "call_timeout": [0.0, math.inf, math.nan, 1e7],
@@ -49,6 +49,7 @@ BAD: dict[str, list[Any]] = {
 }
 WRONG: dict[str, list[Any]] = {
     "gpus_per_replica": ["1"],
+    "gpu_paths": [5, None],
     "chunk_weights": [4, {1: 2}, torch.ones(2)],
     "threads": [2.5],
     "cpus_per_replica": [None],
@@ -57,7 +58,6 @@ WRONG: dict[str, list[Any]] = {
     "resources": [["disk"]],
     "label_selector": ["zone=a"],
 }
-
 
 KINDS = [(ValueError, BAD), (TypeError, WRONG)]
 
