@@ -185,14 +185,12 @@ class Master:
         found = [one for one in self.records.values() if one.tensor.requires_grad]
         self.leaves = [Leaf(o.tensor, o.kind) for o in sorted(found, key=lambda o: o.tag)]
         own = [one for one in self.records.values() if one.leader == one.tag]
-        places = {PLAINLY(storage_of, (), (one.tensor,)): one.tag for one in own}
-        places.pop(0, None)
+        places = {PLAINLY(storage_of, (), (one.tensor,)): one.tag for one in own} | {0: None}
         for one in self.records.values():
             t = one.tensor
             if one.leader != one.tag:
-                one.leader = places.get(storage_of(t)) if places else None
-            plain = is_plain(t) and is_dense(t) and t.device == device
-            one.in_run = plain and one.leader is None
+                one.leader = places.get(storage_of(t))
+            one.in_run = one.leader is None and is_plain(t) and is_dense(t) and t.device == device
             if one.in_run:
                 one.shadow = None
         for mapped, run in [*self._runs.items()]:
