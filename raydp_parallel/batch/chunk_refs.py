@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +40,7 @@ class ChunkRefs:
             makes a tensor of an array.
     """
 
-    made: ClassVar = False  # there may be some among arguments
-
     def __init__(self, refs: Iterable[object], prepare: Function | None = None) -> None:
-        ChunkRefs.made = True
         self.refs = tuple(refs)
         self.prepare = prepare
         if not self.refs:
@@ -88,8 +85,6 @@ class ChunkRefs:
 
 def numbered(value: object, numbers: dict[object, int]) -> Any:
     """Put numbers in the places of the references among a chunk's arguments."""
-    if not ChunkRefs.made:
-        return value
     return _replaced(value, lambda one: _Numbered(numbers[one.ref], one.prepare))
 
 
