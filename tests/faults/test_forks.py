@@ -21,17 +21,15 @@ from raydp_parallel import DataParallel, Executor, data_parallel, parallel_apply
 from raydp_parallel.errors import ForkedProcess
 
 
-def in_child(
-    work: Callable[[], Any], limit: int = 60, parent: Callable[[], Any] = lambda: None
-) -> Any:
-    """What a function returns, or raises, in a forked process that hangs no longer than this."""
+def in_child(work: Callable[[], Any]) -> Any:
+    """What a function returns, or raises, in a forked process that hangs for a minute at most."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
             os.close(reads)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(limit)
+            signal.alarm(60)
             try:
                 found = work()
             except BaseException as error:
@@ -40,7 +38,6 @@ def in_child(
                 pipe.write(pickle.dumps(found))
         os._exit(0)
     os.close(writes)
-    parent()
     with open(reads, "rb") as pipe:
         said = pipe.read()
     _, status = os.waitpid(child, 0)
@@ -167,9 +164,7 @@ print("late", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 @pytest.mark.long
 def test_a_child_of_a_process_that_has_no_replicas_yet() -> None:
-    """As of a server that loads its program before it forks workers: each starts its own. One that
-    is forked later ends as it wants to.
-    """
+    """As workers of a server: each starts its own. One that is forked later ends as it wants to."""
     said = printed("-c", OWN)
     lines = re.findall("^(?:child|status|parent|late) .*$", said, re.MULTILINE)
     assert lines == ["child True", "status 0", "parent 4", "late 3"], said

@@ -2,9 +2,8 @@
 
 ``from oracle import DataParallel, data_parallel, replicate, scatter, scatter_kwargs,
 parallel_apply, gather`` gives upstream's own Python over logical devices that are all the CPU:
-``DataParallel(module, [0, 1])``. Only the leaves are
-replaced: the CUDA copies behind ``torch._C``, the refusal of CPU tensors, streams, device contexts
-and the search for devices.
+``DataParallel(module, [0, 1])``. Only the leaves are replaced: the CUDA copies behind ``torch._C``,
+the refusal of CPU tensors, streams, device contexts and the search for devices.
 
 The sources are executed once more, as modules of their own, so importing this leaves torch as it
 was. It cannot show what CPU tensors cannot: placement, aliasing between devices, streams, one
@@ -123,16 +122,11 @@ _cuda = _Instead(torch.cuda, current_stream=_no_context, stream=_no_context, dev
 
 
 def _on_cpu(source: str) -> str:
-    """Upstream's source with its own imports led to the copies, and without its refusal of CPU
-    tensors.
-    """
+    """Upstream's source, which imports the copies and does not refuse CPU tensors."""
     source = source.replace('.type != "cpu"', '.type != ""')
     source = source.replace("torch.nn.parallel import comm", f"{_PACKAGE} import comm")
     source = re.sub(
-        r"from torch\.nn\.parallel\.(\w+) "
-        r"import",
-        rf"from {_PACKAGE}.\1 import",
-        source,
+        r"from torch\.nn\.parallel\.(\w+) import", rf"from {_PACKAGE}.\1 import", source
     )
     return re.sub(r"[\w\[\]]+\.get_device\(\)", "0", source)  # where a CPU tensor says -1
 
@@ -142,13 +136,8 @@ def _load(name: str, **replaced: Any) -> ModuleType:
     module = ModuleType(f"{_PACKAGE}.{name}")
     module.__file__ = upstream.__file__
     sys.modules[module.__name__] = module
-    code = compile(
-        _on_cpu(inspect.getsource(upstream)),
-        f"{upstream.__file__} (on CPU)",
-        "exec",
-        dont_inherit=True,
-    )
-    exec(code, module.__dict__)
+    source, named = _on_cpu(inspect.getsource(upstream)), f"{upstream.__file__} (on CPU)"
+    exec(compile(source, named, "exec", dont_inherit=True), module.__dict__)
     vars(module).update(replaced)
     if "_get_device_index" in vars(module):
         vars(module)["_get_device_index"] = _device_index
