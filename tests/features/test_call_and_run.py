@@ -95,9 +95,7 @@ def test_calling_forward_is_forward_without_hooks(pair: tuple[Any, Net]) -> None
 
 @pytest.mark.parametrize("split", [True, False])
 def test_a_method_gives_what_the_plain_one_gives(pair: tuple[Any, Net], split: bool) -> None:
-    """Values and gradients, of weights and of arguments of all kinds, also if one replica computes
-    all; what it writes in place to the module stays.
-    """
+    """Values and gradients, also if one replica computes all; what it writes in place stays."""
     model, plain = pair
     x, shift = batch(), batch()
     found = []
@@ -134,26 +132,6 @@ def importable(net: Any, x: Tensor, power: int = 2) -> Any:
     return net.encoder(x) ** power
 
 
-MAIN = """
-import torch
-
-FACTOR = 3.0
-
-def helper(x):
-    return x * FACTOR
-
-def function(net, x):
-    return helper(net.encoder(x)).square() + torch.ones(())
-"""
-
-
-def of_main() -> Callable[..., Tensor]:
-    """A function of a program, which cannot be imported."""
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    exec(MAIN, scope)
-    return scope["function"]  # type: ignore[no-any-return]
-
-
 def nested(factor: float) -> Callable[..., Tensor]:
     """A function inside of another one."""
     return lambda net, x: importable(net, x) * factor
@@ -176,11 +154,10 @@ class Loss:
         functools.partial(importable, power=3),
         lambda net, x: net(x).exp(),
         nested(2.5),
-        of_main(),
         Net.generate,
         Loss(0.5),
     ],
-    ids=["importable", "partial", "lambda", "nested", "main", "method", "object"],
+    ids=["importable", "partial", "lambda", "nested", "method", "object"],
 )
 def test_a_function_gives_what_it_gives_here(
     pair: tuple[Any, Net], function: Callable[..., Tensor]
