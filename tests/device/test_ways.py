@@ -1,6 +1,4 @@
-"""The ways of bytes among the driver and replicas with GPUs: values, memory, counts, and what is
-wrong on the way.
-"""
+"""The ways of bytes among the driver and replicas with GPUs: values, memory, counts, faults."""
 
 from __future__ import annotations
 

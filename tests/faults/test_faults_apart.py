@@ -62,7 +62,5 @@ signal.alarm(50)
 
 
 def test_a_program_ends_though_its_cluster_s_head_was_killed() -> None:
-    """While a replica is to be replaced, too: what is told and asked of Ray at the end waits for no
-    answer. Ray itself waits for a minute, and then ends the program with an error.
-    """
+    """While a replica is to be replaced, too. Ray itself waits a minute, and then fails."""
     assert "True\n" in printed("-c", HEADLESS)

@@ -26,9 +26,7 @@ Loop = Callable[[Any, int, Between], None]
 
 
 def counted(_module: nn.Module, _x: Tensor) -> Tensor:
-    """Count how many backwards were asked for in this replica, and how many were there, from the
-    first call of this function on.
-    """
+    """Count this replica's backwards from now on: those that are asked for, and that are there."""
     kind: Any = Replica
     if not hasattr(kind, "tally"):
         kind.tally, plain = torch.zeros(1, 2, dtype=int), kind._backward
@@ -119,9 +117,7 @@ def in_driver(model: Any, step: int, between: Between) -> None:
 
 
 def play(loop: Loop, made: nn.Module, two: Any, steps: int, resident: bool, ahead: bool) -> Any:
-    """Play a loop; returns the backwards that were asked for, and those that were there, and all
-    that was learned.
-    """
+    """Play a loop; returns how many backwards were asked for and were there, and the state."""
     torch.manual_seed(5)
     made = copy.deepcopy(made)
     model = DataParallel(made, executor=two)

@@ -47,9 +47,7 @@ Prepare = Callable[[int], None]
 
 
 def start(prepare: Prepare = lambda index: None) -> None:
-    """Fork the process that replicas are forked from, before this one has threads. Each replica is
-    prepared before it begins.
-    """
+    """Fork the process that replicas, each prepared, are forked from, before this has threads."""
     global _zygote, _driver, _parent
     if _zygote is None:
         _driver = os.getpid()
@@ -237,9 +235,7 @@ _rays = [getattr(module, name) for module, name, _ in _places]
 
 
 def use(forked: bool) -> None:
-    """Let executors that are made from now on have forked replicas, or Ray's again. The others are
-    to be closed.
-    """
+    """Let new executors have forked replicas, or Ray's again. The others are to be closed."""
     global _session
     _session = object() if forked else None
     for (module, name, answer), rays in zip(_places, _rays, strict=True):

@@ -75,9 +75,7 @@ def ones(*shape: int, **how: Any) -> nn.Parameter:
 
 
 class Trio(NamedTuple):
-    """Three copies of one module: under our wrapper, on CPU replicas, under upstream's, over as
-    many logical CPU devices, and plain.
-    """
+    """A module under our wrapper, under upstream's over as many logical CPU devices, and plain."""
 
     ours: Any
     theirs: Any

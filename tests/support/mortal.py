@@ -15,9 +15,7 @@ from torch.nn.utils import spectral_norm
 
 
 def arm(folder: Path, *moments: str) -> None:
-    """Let processes end: ``"forward 1"`` is the next one that runs forward of chunk 1, twice named
-    the next two.
-    """
+    """Let processes end: ``"forward 1"`` names the next one that runs forward of chunk 1."""
     for moment in moments:
         number = len(list(folder.glob(f"{moment} *")))
         (folder / f"{moment} {number}").touch()

@@ -134,9 +134,7 @@ def squared(net: nn.Module, x: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    """Calls its module for each chunk, as a wrapper does: all begin with the same buffers, and only
-    the first one's writes stay.
-    """
+    """Calls its module for each chunk; all begin with the same buffers, and one's writes stay."""
 
     calls: ClassVar[list[Any]] = []  # of each the chunks' graphs, with their leaves, and parameters
 
@@ -869,9 +867,7 @@ def drops(seed: int, run: str) -> bool:
 
 
 def check(seed: int, run: str, steps: list[Step], executors: dict[str, Executor]) -> str | None:
-    """Play a sequence with a wrapper and with the plain module, and say where they differ first.
-    Deaths change no bit.
-    """
+    """Say where a wrapper and the plain module differ first. Deaths change no bit."""
     ours = play(seed, run, steps, wrapping(executors["killable" if "deaths" in run else "two"]))
     told = None if drops(seed, run) else difference(ours, play(seed, run, steps, Plain))
     if told is None and "deaths" in run:
