@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import assert_same_state
 from mortal import Everything, rows, same, state
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from raydp_parallel import DataParallel, Executor
@@ -86,21 +83,3 @@ def test_X1_training_goes_on_from_a_checkpoint(
             load(resumed, tmp_path)
             assert [resumed.step(number) for number in range(3, 6)] == losses
             assert same(state(resumed.model), state(undisturbed.model))
-
-
-def test_X1_a_distributed_checkpoint_has_the_wrapper_s_keys(tmp_path: Path) -> None:
-    """Those of ``state_dict``; it is read into the plain module by its own keys."""
-    training = Training(0)
-    training.step(0)
-    dcp.save(training.model.state_dict(), checkpoint_id=tmp_path / "wrapped", no_dist=True)
-    plain: Any = nn.ModuleDict({"module": Everything()})
-    found = plain.state_dict()
-    dcp.load(found, checkpoint_id=tmp_path / "wrapped", no_dist=True)
-    plain.load_state_dict(found)
-    assert_same_state(training.model, plain)
-    dcp.save(training.model.module.state_dict(), checkpoint_id=tmp_path / "bare", no_dist=True)
-    bare = Everything()
-    found = bare.state_dict()
-    dcp.load(found, checkpoint_id=tmp_path / "bare", no_dist=True)
-    bare.load_state_dict(found)
-    assert_same_state(training.model, bare)
