@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Apply, made_of
+from harness import made_of
 from torch import Tensor, nn
 
 import raydp_parallel
@@ -24,29 +24,6 @@ def remembers(net: Any, x: Tensor) -> Tensor:
     net.penalty = out.square().mean()
     net.inner.last = len(x)
     return out  # type: ignore[no-any-return]
-
-
-def test_B3_hooks_of_parameters_that_are_not_used_are_not_called() -> None:
-    """As in the plain module. Torch would call them with None."""
-    heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
-    net = Apply(lambda net, x, number: net.heads[number](x), heads=heads)
-    options = raydp_parallel.Options(unused_grads="none")
-    plain = copy.deepcopy(net)
-    model = raydp_parallel.DataParallel(net, ["cpu", "cpu"], options=options)
-    seen: dict[nn.Module, list[str]] = {net: [], plain: []}
-    for one in (net, plain):
-        for name, parameter in one.named_parameters():
-            parameter.register_hook(lambda grad: grad.clamp(-1, 1))
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name, one=one: seen[one].append(f"{name} {p.grad.shape}")
-            )
-    x = torch.randn(4, 3)
-    for number in (0, 1, 1):
-        for run in (model, plain):
-            run(x, number).square().sum().backward()
-    assert sorted(seen[net]) == sorted(seen[plain]) and len(seen[net]) == 6
-    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_F5_in_place_is_the_module_s_own_call() -> None:
