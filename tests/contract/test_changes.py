@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 import warnings
@@ -720,6 +721,36 @@ def recurrent() -> nn.Module:
     return Apply(lambda own, x: own.net(x.unsqueeze(1))[0], net=net)
 
 
+def a_class() -> nn.Module:
+    """A class of a script that uses caches, computed properties and operators."""
+
+    @functools.cache
+    def mask(size: int) -> Tensor:
+        return torch.arange(float(size))
+
+    class Script(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+            self.act = torch.ops.aten.relu
+            self.least = torch.finfo(torch.float32)
+            self.call = weakref.WeakMethod(self.inner.forward)
+
+        @functools.cached_property
+        def scale(self) -> Tensor:
+            return torch.full((3,), 2.0)
+
+        @functools.cache  # noqa: B019
+        def power(self, base: int) -> int:
+            return base**2
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.act(self.call()(x)) * mask(3) * self.scale + self.power(3)  # type: ignore[misc]
+            return torch.ops.aten.clamp_min.default(out, self.least.eps)
+
+    return Script()
+
+
 def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
 
@@ -789,6 +820,7 @@ REFUSING: dict[str, Callable[[], nn.Module]] = {
     "once differentiable": once_differentiable,
     "graph with a hook": hooked,
     "exported": exported,
+    "a class of a script": a_class,
     "weak references": referring,
     "scripted": scripted,
     "frozen": frozen,
