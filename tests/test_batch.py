@@ -65,9 +65,7 @@ def packed(lengths):
 
 @torch.no_grad()
 def test_S2_S3_chunks_are_plain_views():
-    """No chunk is copied: writing into any of them writes into the caller's tensor. A Parameter's
-    are no Parameters.
-    """
+    """Writing into a chunk writes into the caller's tensor. A Parameter's are no Parameters."""
     x = torch.nn.Parameter(torch.zeros(4, 2))
     for index, chunk in enumerate(scatter(x, TWO)):
         assert type(chunk) is torch.Tensor

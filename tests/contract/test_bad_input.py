@@ -189,9 +189,7 @@ class NotBack:
 
 
 def test_what_cannot_be_loaded_is_named() -> None:
-    """By its path, in the module too; the cause is the replica's exception. Where the driver cannot
-    tell what it was, that is raised.
-    """
+    """By its path; the cause, or where the driver cannot tell, the error is the replica's."""
     net, bad = nn.Sequential(nn.Linear(4, 2)), NotBack(LookupError("gone"))
     model, x = DataParallel(net, TWO), torch.ones(2, 4)
     expected = model(x)

@@ -360,9 +360,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", MODULES)
 def test_nothing_changed_nothing_is_sent(name: str, grad: bool) -> None:
-    """In eval, after the first forward, no state travels and nothing runs twice. So it is in a loop
-    of functional calls.
-    """
+    """In eval, nothing runs twice either; nor in a loop of functional calls."""
     model = DataParallel(MODULES[name]().eval(), CPUS)
     x = torch.ones(4, 4, 4) if name in ("lstm", "transformer") else torch.ones(4, 4)
     with torch.set_grad_enabled(grad):
@@ -854,9 +852,7 @@ def copying(net: nn.Module) -> Any:
 @pytest.mark.filterwarnings("ignore:.*(torch.jit|weight_norm).*is deprecated")
 @pytest.mark.parametrize("name", REFUSING)
 def test_modules_that_refuse_pickling_train(name: str) -> None:
-    """C13, R14, R20, R21: they train as the plain module does, edits between the steps included,
-    and can be copied no more and no less.
-    """
+    """C13, R14, R20, R21: as the plain module, edits included; copies are made as before."""
     net = REFUSING[name]()
     model = DataParallel(net, CPUS)
     net.eval()

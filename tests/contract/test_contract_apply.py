@@ -523,9 +523,7 @@ def drawing(_net: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_A10_manual_seed_makes_everything_repeatable() -> None:
-    """The same seed gives the same bits, whoever runs the chunks, and another others. So do a
-    second call and each chunk: upstream's see equal masks.
-    """
+    """The same bits, whoever runs the chunks; a second call and each chunk have others."""
     x, runs = torch.ones(6, 1), []
     for ids, seed in ((CPUS, 1), ([0, 1], 1), ([0, 0], 1), (CPUS, 2)):
         model = DataParallel(drawing(), ids)

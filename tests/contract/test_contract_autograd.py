@@ -425,9 +425,7 @@ def test_B6_subset_moves_only_what_was_asked():
 
 
 def test_B6_one_trip_per_pass():
-    """However many outputs and hooks, a backward goes to the replicas once; one that stops at an
-    output does not.
-    """
+    """However many outputs; none where a backward stops at an output."""
     model = wrap(two_heads())
     a, b = model(leaf(4, 3))
     before = model.executor.stats().backwards
@@ -442,9 +440,7 @@ def test_B6_one_trip_per_pass():
     "transform", ["vmap", "grad", "jacrev", "batched", "vectorize", "jvp", "dual"]
 )
 def test_B6_transforms_and_forward_mode_are_refused(two, transform):
-    """Upstream fails there, too, with errors about data pointers and static methods; a tangent must
-    not be lost in silence.
-    """
+    """Upstream fails there, too; a tangent must not be lost in silence."""
     model = DataParallel(nn.Linear(3, 2), executor=two)
     x = torch.randn(4, 3)
 
@@ -721,9 +717,7 @@ def test_B12_output_holds_the_graph(quiet_gc):
 
 
 def test_B12_the_memory_of_gradients_goes_with_the_model(two):
-    """Sums lie where earlier ones did, unless another process sees these, as long as there is a
-    model for them.
-    """
+    """Sums lie where earlier ones did, unless another process sees these."""
     model = DataParallel(nn.Linear(300, 300), executor=two)
     model(torch.ones(4, 300)).sum().backward()
     lent, size = model.module.weight.grad.untyped_storage()._share_fd_cpu_()

@@ -170,9 +170,7 @@ def test_S7_S8_replicas_get_containers_of_upstream_s_classes() -> None:
     ids=["nothing can be split", "sizes differ"],
 )
 def test_S6_S9_odd_splits_are_warned_of_once(function: Any, given: Any, words: str) -> None:
-    """Of a list of strings, which comes once per replica, and of four rows and two: upstream's
-    result, and one warning for each wrapper.
-    """
+    """Upstream's result, and one warning for each wrapper."""
     ours, theirs, _ = trio(apply(function), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -268,9 +266,7 @@ JOINED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", JOINED)
 def test_G9_G12_G13_outputs_are_joined_as_upstream_s(name: str) -> None:
-    """The dtype is that of chunk 0, and gradients are cast back; a parameter is repeated, and its
-    gradients add up.
-    """
+    """The dtype is chunk 0's; a parameter is repeated, and its gradients add up."""
     ours, theirs, _ = trio(JOINED[name](), 3)
     outs = [model(rows(6).view(6, 1, 3)) for model in (ours, theirs)]
     torch.testing.assert_close(*outs)

@@ -69,9 +69,7 @@ def calls(model: DataParallel[Any]) -> list[int]:
 
 
 def test_C1_signature() -> None:
-    """Upstream's four arguments, by position and name; ours by name only; no others. The class can
-    be subscripted.
-    """
+    """Upstream's four arguments; ours by name only. The class can be subscripted."""
     net = Net()
     for model in (
         DataParallel(net, TWO, "cpu", 1),
@@ -108,9 +106,7 @@ def test_C3_output_device(where: Any) -> None:
 
 
 def test_C5_attributes_can_be_edited() -> None:
-    """There are five, with the master's device as the source. Forward reads them, so an edit counts
-    from the next call.
-    """
+    """There are five; forward reads them, so an edit counts from the next call."""
     net, x = nn.Identity(), torch.arange(6.0).reshape(2, 3)
     model = DataParallel(net, TWO)
     assert (model.module, model.device_ids, model.dim) == (net, TWO, 0)
@@ -153,9 +149,7 @@ def test_C8_constructor_does_not_check_devices() -> None:
 
 
 def test_C9_loading() -> None:
-    """Names begin with ``module.``: strict without it loading fails; with it it reaches the
-    replicas; it can be stripped.
-    """
+    """Names begin with ``module.``; loaded weights reach the replicas."""
     ours, theirs, plain = trio(Net(), 2)
     for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
         assert [n for n, _ in getattr(ours, names)()] == [n for n, _ in getattr(theirs, names)()]
@@ -362,9 +356,7 @@ def test_F1_tensors_on_two_devices(ids: list[str], kind: str) -> None:
     [(1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 0]), (5, [1, 1, 1]), (None, [1, 0, 0])],
 )
 def test_F3_F4_as_many_replicas_as_chunks(rows: int | None, ran: list[int]) -> None:
-    """The number of chunks is torch.chunk's, and further replicas stay idle. Without arguments the
-    first one runs; gradients are its alone.
-    """
+    """Others stay idle. Without arguments the first one runs; gradients are its alone."""
     net = Apply(
         lambda net, *x: net.last(*x or (net.own,)), last=nn.Linear(4, 2), own=torch.ones(1, 4)
     )
@@ -461,17 +453,13 @@ X = torch.arange(4.0)
 
 @pytest.mark.parametrize("inputs", [X, [X, X], {"a": X}, (X,), None, (), (None,)])
 def test_F8_what_counts_as_one_argument(inputs: Any) -> None:
-    """A tensor, list or dict is one argument; a tuple is all of them. ``None`` runs one replica
-    without arguments; ``(None,)`` gives None to every replica.
-    """
+    """``None`` runs one replica without arguments; ``(None,)`` gives None to every one."""
     net = Apply(is_none) if str(inputs) in ("None", "()", "(None,)") else nn.Identity()
     same(data_parallel(net, inputs, TWO), oracle.data_parallel(net, inputs, [0, 1]))
 
 
 def test_F8_keyword_arguments_dim_and_defaults() -> None:
-    """``module_kwargs`` is split too, ``dim`` goes for both ends, and all GPUs are the default. One
-    device gives the raw output.
-    """
+    """``dim`` goes for both ends, all GPUs are the default; one gives the raw output."""
     x, bias = torch.randn(3, 2), torch.randn(3, 2)
     for kwargs in ({"module_kwargs": {"bias": bias, "sign": -1}}, {}):
         outs = [one(keywords(), x, **kwargs) for one in (data_parallel, oracle.data_parallel)]

@@ -479,9 +479,7 @@ def test_T6_derivatives_of_any_order(executors: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
 def test_T6_half_precision(executors: Any, dtype: torch.dtype | None) -> None:
-    """A sum that would be infinite in half precision; the loss has the criterion's dtype. None is
-    the caller's autocast, which holds for the criterion, too.
-    """
+    """A sum that would be infinite; None is autocast, which holds for the criterion, too."""
     plain = Head().to(dtype)
     model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     x, y = torch.randn(3000, 5).to(dtype), torch.full((3000, 4), 12.0).to(dtype)

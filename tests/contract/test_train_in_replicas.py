@@ -391,9 +391,7 @@ def test_T5_an_attribute_in_the_memory_of_a_weight(show: Any, two: Executor) -> 
 
 
 def test_T5_parameters_in_the_same_memory(two: Executor) -> None:
-    """One that no optimizer has follows the steps; two that it has are refused. Tensors that are
-    made of others have no memory of their own.
-    """
+    """One that no optimizer has follows the steps; two that it has are refused."""
 
     def tied() -> nn.Module:
         net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -775,9 +773,7 @@ def test_T3_a_rate_that_changes_and_changes_back(two: Executor) -> None:
 
 
 def test_T3_a_parameter_that_is_trained_here_again(two: Executor) -> None:
-    """The next optimizer leaves it out: what changes it here is sent once, and not without end; and
-    forward may write to it.
-    """
+    """The next optimizer leaves it out: a change here is sent once, and forward may write to it."""
     net = nn.Linear(6, 4)
     model = DataParallel(net, executor=two)
     advance(model, model.optimizer(torch.optim.SGD, lr=0.1), 0)

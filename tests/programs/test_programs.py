@@ -93,9 +93,7 @@ def graph_parallel(base: Any) -> Any:
 
 
 def same_on_both(use: Callable[..., Any]) -> None:
-    """Do the same with our class and with upstream's: what a function returns is the same, and so
-    are the gradients of the models that it returns first.
-    """
+    """Compare what a function returns, and gradients of the models that it returns first."""
     found = []
     for base, ids in BASES.values():
         torch.manual_seed(2)
@@ -196,25 +194,15 @@ def clip(net: Any, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     return (net.visual(image) * net.text(text)).sum(1)
 
 
-def encoding(base: Any) -> Any:
-    """A subclass with another method that replicates a submodule of the wrapped module."""
-
-    class Encoding(base):  # type: ignore[misc]
-        def encode_image(self, *inputs: Any, **kwargs: Any) -> Any:
-            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            replicas = self.replicate(self.module.visual, self.device_ids[: len(inputs)])
-            return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
-
-    return Encoding
-
-
 def test_clip_encodes_images_in_parallel() -> None:
     """The part and the whole are used in turn, and both get gradients."""
 
     def use(base: Any, ids: Any) -> Any:
-        model = encoding(base)(clip(), ids)
-        x, _ = data(7)
-        encoded = model.encode_image(x)
+        model, (x, _) = base(clip(), ids), data(7)
+        inputs, kwargs = model.scatter((x,), {}, ids)
+        replicas = model.replicate(model.module.visual, ids[: len(inputs)])
+        outputs = model.parallel_apply(replicas, inputs, kwargs)
+        encoded = model.gather(outputs, model.output_device)
         (encoded.square().sum() + model(x, -x).sum()).backward()
         return [model], encoded
 
