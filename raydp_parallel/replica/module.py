@@ -126,8 +126,8 @@ class _Form:
         return {*self._owners[lines.cpu().numpy()].tolist()}
 
 
-def _made(spec: TensorSpec, value: Tensor) -> Tensor:
-    return nn.Parameter(value, spec.grad) if spec.parameter else value.requires_grad_(spec.grad)
+def _made(spec: TensorSpec, t: Tensor) -> Tensor:
+    return nn.Parameter(t, spec.grad) if spec.parameter else t.detach().requires_grad_(spec.grad)
 
 
 class ReplicaModule:
@@ -272,7 +272,7 @@ class ReplicaModule:
             self._form = _Form(self._run, self.tracked)
         form = self._form
         # Objects of their own: hooks, gradients and flags that a forward leaves are not the next's.
-        values = {tag: one.tensor.detach() for tag, one in self.tracked.items()}
+        values = {tag: one.tensor for tag, one in self.tracked.items()}
         # Each with a storage of its own: `resize_` finds no room in one that others share.
         fresh = {tag: torch.empty_like(there) for tag, there in form.fresh.items()}
         copy_row([*fresh.values()], [*form.fresh.values()])
