@@ -104,12 +104,9 @@ class Call:
     makes: RemoteGraph | None = None
     # The rows of the chunk, and the class of the module that runs forward, for statistics.
     work: tuple[int, str] = (0, "")
-    message_for: Callable[[ReplicaSlot], object] | None = None  # makes it, if they differ
 
     def prepare(self, slot: ReplicaSlot) -> None:
         """See to what the request takes for granted of a slot's replica."""
-        if self.message_for is not None:
-            self.message = self.message_for(slot)
 
     def request(self, slot: ReplicaSlot, attempt: int) -> object:
         """Make the request. Attempts after the first, which is 0, do without others' help."""
@@ -430,19 +427,17 @@ class Dispatcher:
         return pending.answer
 
     def ask(self, call: Call, slot: ReplicaSlot | None = None, attempt: int = 0) -> Answer | None:
-        """Call the replica of a slot, by default the call's own, and no other, again if it lacks
-        something; returns None if it died.
+        """Call the replica of a slot, by default the call's own, and no other; returns None if it
+        died, or lacks what the call takes for granted.
         """
         slot = slot or call.slot
-        while slot.ready:
-            call.prepare(slot)
-            pending = self.send(slot, call, attempt)
-            answer = self.receive(pending)
-            if answer is not None and self._may_count(answer, pending):
-                if answer.failure is not None:
-                    exceptions.reraise(answer.failure, str(slot))
-                return answer
-        return None
+        pending = self.send(slot, call, attempt)
+        answer = self.receive(pending)
+        if answer is None or not self._may_count(answer, pending):
+            return None
+        if answer.failure is not None:
+            exceptions.reraise(answer.failure, str(slot))
+        return answer
 
     def settle(self, slot: ReplicaSlot) -> None:
         """Take an answer that nobody has waited for yet: of a call that was interrupted, or of one
@@ -480,7 +475,9 @@ class Dispatcher:
                 for one in needs:
                     if not one.on(slot):
                         self.remake(one, slot, call.phase, call.recipes.get(one))
-                answer = self.ask(call, slot, 1)
+                while slot.ready and answer is None:  # it may lack something
+                    call.prepare(slot)
+                    answer = self.ask(call, slot, 1)
             finally:
                 for one in freed:
                     one.drop()

@@ -87,26 +87,24 @@ class Weights:
 
     def supply(self, slot: ReplicaSlot) -> None:
         """Make sure that a slot's replica has the weights and optimizers of now."""
-        call = Call(slot, "resume", master=self._master, message_for=self._resumption)
-        if not self.current(slot) and self._dispatcher.ask(call) is not None:
-            self.version_at[slot] = slot.life, self.steps, self.recalls
-
-    def _resumption(self, slot: ReplicaSlot) -> ResumeRequest:
-        """Make the request by which a slot's replica gets them."""
-        master, now = self._master, (slot.life, self.steps)
-        weights: dict[int, Tensor] | None = None
-        states: dict[int, States] = {}
-        if self.unfetched:
-            weights, states = self._snapshot("weights"), self._snapshot("optimizers")
-        elif self.version_at.get(slot, (*now, 0))[:2] != now:  # it has those of other steps
-            slot.revisions.pop(master.number, None)
-        optimizers = {}
-        for number, one in self.optimizers.items():
-            groups, state = states.get(number) or one.described(master)
-            optimizers[number] = one.kind, one.keywords, groups, state
-        value = parcel(optimizers, "optimizer")
-        update = self._dispatcher.update(master, slot, weights)
-        return ResumeRequest(master.number, update, (*master.trained,), value)
+        master = self._master
+        while slot.ready and not self.current(slot):
+            now = slot.life, self.steps
+            weights: dict[int, Tensor] | None = None
+            states: dict[int, States] = {}
+            if self.unfetched:
+                weights, states = self._snapshot("weights"), self._snapshot("optimizers")
+            elif self.version_at.get(slot, (*now, 0))[:2] != now:  # it has those of other steps
+                slot.revisions.pop(master.number, None)
+            optimizers = {}
+            for number, one in self.optimizers.items():
+                groups, state = states.get(number) or one.described(master)
+                optimizers[number] = one.kind, one.keywords, groups, state
+            value = parcel(optimizers, "optimizer")
+            update = self._dispatcher.update(master, slot, weights)
+            request = ResumeRequest(master.number, update, (*master.trained,), value)
+            if self._dispatcher.ask(Call(slot, "resume", request, master)) is not None:
+                self.version_at[slot] = *now, self.recalls
 
     def current(self, slot: ReplicaSlot) -> bool:
         """Tell if a slot's replica has them."""
