@@ -249,14 +249,15 @@ class Resident:
         """Let the replicas make a step, which is not waited for."""
         with self._set.calling():
             self._prepare(optimizer)
-            if not self.weights.steps_behind:
+            behind = self.weights.steps_behind
+            if not behind:
                 self._master.look()
                 if self._master.verify():
                     self._master.look()
                 if self._master.trained_was_edited:
                     self.recall()
             alike = self._master.lag(self.weights.kind)
-            if not self.weights.steps:  # copies of all went, and a heap would keep their memory
+            if not behind:  # copies of all went, and a heap would keep their memory
                 threads.give_back()
             self._send(self._planned(optimizer, None))
             if not alike:
