@@ -25,13 +25,29 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = {
+FIRST = {
+    "batch/": ("test_batch.py", "contract/test_contract_batch.py"),
+    "check.py": ("test_check.py",),
+    "cluster/": ("features/test_placement.py", "features/test_executor.py"),
+    "command.py": ("test_monitoring.py",),
+    "devices/": ("features/test_gpu.py", "contract/test_contract_apply.py"),
+    "driver/batch_inference.py": ("features/test_map.py",),
     "driver/dispatcher.py": ("contract/test_contract_autograd.py", "faults/test_faults.py"),
-    "driver/resident.py": ("contract/test_train_in_replicas.py", "faults/test_faults.py"),
+    "driver/loss.py": ("contract/test_loss_in_replicas.py",),
+    "driver/reporter.py": ("test_monitoring.py",),
+    "driver/res": ("contract/test_train_in_replicas.py", "faults/test_faults.py"),
+    "driver/optimizer": ("contract/test_train_in_replicas.py",),
+    "hugging_face.py": ("programs/test_hugging_face.py",),
+    "monitoring/": ("test_monitoring.py",),
+    "options.py": ("test_options.py",),
+    "replica/ahead.py": ("features/test_ahead.py",),
     "replica/module.py": ("contract/test_changes.py", "contract/test_data_in_forward.py"),
-    "state/mirror.py": ("contract/test_changes.py", "contract/test_contract_replicate.py"),
+    "replica/sync_batch_norm.py": ("features/test_sync_batch_norm.py",),
+    "replica/training.py": ("contract/test_train_in_replicas.py",),
+    "state/": ("contract/test_changes.py", "contract/test_contract_replicate.py"),
+    "wire/": ("faults/test_waits.py", "features/test_nodes.py"),
 }
-"""Files, and the tests that notice most of their mutants."""
+"""The tests that notice most mutants of a file, by the beginning of its path."""
 TESTS = ("tests", "--ignore=tests/tools", "--ignore=tests/test_house.py")
 SWAPPED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -107,7 +123,8 @@ def lives(mutant: Mutant, copies: SimpleQueue[Path], limit: float) -> bool:
     began = time.monotonic()
     try:
         path.write_text(text[: mutant.start] + mutant.text + text[mutant.end :])
-        first = [f"tests/{name}" for name in FILES.get(mutant.file, ())]
+        known = [tests for path, tests in FIRST.items() if mutant.file.startswith(path)]
+        first = [f"tests/{name}" for tests in known for name in tests]
         alive = (not first or survives(copy, first, limit)) and survives(copy, TESTS, limit)
     finally:
         path.write_text(text)

@@ -44,7 +44,7 @@ import raydp_parallel
 from raydp_parallel import DataParallel, Executor
 from raydp_parallel.driver import optimizer
 from raydp_parallel.driver.dispatcher import Dispatcher
-from raydp_parallel.errors import ParallelError
+from raydp_parallel.errors import ParallelError, StateLost
 from raydp_parallel.wire.channel import Channel
 
 ROOT = str(Path(raydp_parallel.__file__).parent)
@@ -309,6 +309,8 @@ class Machine:
                 found = program.run(*self.steps[-1])
         except self.errors as error:
             way = way_of(error)
+            with contextlib.suppress(StateLost):  # the step's gradients went, then earlier steps
+                program.state()
             control.load(program.state())
             found, expected = program.run(3, 4, 5), control.run(3, 4, 5)
         else:
