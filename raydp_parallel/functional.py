@@ -37,6 +37,7 @@ class RemoteReplica:
     _executor: Executor
     _detach: bool
     _unused: UnusedGrads
+    _writes: bool  # back to the module, as the first one does
     _called: Called = None
 
     def __init__(self, **parts: object) -> None:
@@ -74,7 +75,7 @@ class RemoteReplica:
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
         given = self._slot, self.module, positional, kwargs, prefix
         rows = next(batch.sizes((positional, kwargs), dim), 0)
-        return ForwardChunk(*given, rows, self._detach, self._unused, self._called)
+        return ForwardChunk(*given, rows, self._detach, self._unused, self._called, self._writes)
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_slot": None}
@@ -120,8 +121,8 @@ def replicas_of(
 ) -> list[RemoteReplica]:
     """Make one callable replica per device; a look at the module comes with the call."""
     alike = {"module": net, "_executor": executor, "_detach": detach, "_unused": unused}
-    made = zip(ids, executor.slots(ids), strict=True)
-    return [RemoteReplica(**alike, device_id=device, _slot=slot) for device, slot in made]
+    made = enumerate(zip(ids, executor.slots(ids), strict=True))
+    return [RemoteReplica(**alike, device_id=k, _slot=slot, _writes=not i) for i, (k, slot) in made]
 
 
 @ambient.uncompiled
@@ -178,7 +179,8 @@ def apply(
         if not isinstance(module, RemoteReplica):
             ids = [device_id(entry) for entry in devices or all_gpus(executor.options) or ["cpu"]]
             ids = [ids[k % len(ids)] for k in range(len(modules))]
-            module = replicas_of(module, ids, False, executor, executor.options.unused_grads)[i]
+            made = replicas_of(module, ids, False, executor, executor.options.unused_grads)
+            module = replace(made[i], _writes=True)
         chunks.append(module.chunk(inputs[i], kwargs_tup[i] if kwargs_tup else {}, dim, i))
     with executor.replica_set.lock:  # nobody else's call may come between
         return forward.start(executor, chunks).finish(lend)

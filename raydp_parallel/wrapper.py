@@ -544,7 +544,7 @@ class DataParallel(nn.DataParallel[T]):
                 replicas = functional.replicas_of(self.module, self.device_ids, *how)
                 chunks = []
                 for i, (a, k) in enumerate(zip(args, named, strict=True), first):
-                    replica = replace(replicas[i], _called=called)
+                    replica = replace(replicas[i], _called=called, _writes=False)
                     chunks.append(replica.chunk(a, k, self.dim, i if split else None))
                 flight = forward.start(self.executor, chunks, at_once=len(self.device_ids))
             return exceptions.ShortTraceback()(lambda: join(flight.finish()))

@@ -64,6 +64,7 @@ class ForwardChunk(NamedTuple):
     detach: bool  # the module's parameters get no gradients
     unused: UnusedGrads  # those that no chunk used; all chunks of a call have the same
     called: Called  # in place of the module's forward
+    writes: bool  # back to the module, if it is the first one that does
 
 
 class ForwardCall(Call):
@@ -215,9 +216,7 @@ def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
 def start(
     executor: Executor, chunks: Sequence[ForwardChunk], at_once: int | None = None
 ) -> Forward:
-    """Send all chunks of a call, of which the first one of each module writes back to it. So many
-    chunks of several calls may run ``at_once``: then none writes back.
-    """
+    """Send all chunks of a call. So many chunks of several calls may run ``at_once``."""
     ambient.refuse_transforms()
     context, dispatcher = ambient.capture(), executor.dispatcher
     with executor.replica_set.calling():
@@ -228,8 +227,9 @@ def start(
         calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
-            first = at_once is None and master not in [call.master for call in calls]
-            terms = Terms(i, context, threads, given.error_prefix, first, seed)
+            writing = [call.master for call in calls if call.terms.reports]
+            writes = given.writes and master not in writing
+            terms = Terms(i, context, threads, given.error_prefix, writes, seed)
             calls.append(ForwardCall(executor, terms, master, given))
         inputs = [call.inputs for call in calls]
         masters = [*dict.fromkeys([call.master for call in calls])]

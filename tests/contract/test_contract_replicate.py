@@ -173,6 +173,21 @@ def test_R4_replicate_is_differentiable_as_upstream_s_without_detach(detach: boo
     torch.testing.assert_close(ours[2], theirs[2])
 
 
+@pytest.mark.upstream
+@pytest.mark.parametrize("chosen", [(0,), (1,), (1, 0), (1, 2)])
+def test_R6_only_the_first_replica_writes_back(chosen: tuple[int, ...]) -> None:
+    """Wherever it stands among those that are called, which may be one alone."""
+    found = []
+    for verbs, devices in ((raydp_parallel, ["cpu"] * 3), (oracle, range(3))):
+        net = Apply(lambda net, x: net.sum.add_(x.sum()) * 0, sum=nn.Buffer(torch.zeros(())))
+        replicas, inputs = verbs.replicate(net, devices), [torch.ones(i + 1) for i in chosen]
+        verbs.parallel_apply([replicas[i] for i in chosen], inputs)
+        found.append(net.sum.item())
+        replicas[chosen[0]](torch.ones(5))
+        found.append(net.sum.item())
+    assert found[:2] == found[2:]
+
+
 def test_R8_buffers_that_require_grad_get_one() -> None:
     """The sum over replicas, and zeros where unused, as upstream's second broadcast gives."""
     weight = nn.Parameter(torch.ones(3))
