@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -86,6 +86,11 @@ class Options:
     def replicas_per_gpu(self) -> int:
         """How many replicas `gpus_per_replica` puts on each GPU."""
         return int(1 / self.gpus_per_replica + 1e-6)
+
+    def for_wrapper(self, own: Options) -> Options:
+        """Return an executor's settings, with a wrapper's own of those that it alone reads."""
+        scalars, unused, weights = own.scalars, own.unused_grads, own.chunk_weights
+        return replace(self, scalars=scalars, unused_grads=unused, chunk_weights=weights)
 
     @property
     def ways(self) -> set[str]:

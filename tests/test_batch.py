@@ -297,6 +297,7 @@ def test_G7_dataclass(make):
     assert type(out) is make and out.x["x"].tolist() == [0, 1, 0]
     rest = out.label if make is Sample else out.note
     assert rest == [rest[0]] * 2 and rest[0] in ("label", "note")
+    assert gather([make, make], oracle.place) == [make, make]  # the class itself is a leaf
 
 
 @pytest.mark.parametrize(

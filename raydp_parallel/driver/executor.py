@@ -196,8 +196,7 @@ def shared(options: Options) -> Executor:
     found = _shared.get(options)
     if found is None or found.closed:
         with _shared_lock:
-            # Executors do not read these: wrappers that differ in them share one.
-            plain = replace(options, unused_grads="zeros", scalars="vector", chunk_weights=None)
+            plain = options.for_wrapper(Options())  # wrappers that differ in others share one
             if plain not in _shared or _shared[plain].closed:
                 _shared[plain] = Executor((), options=plain)
             found = _shared[options] = _shared[plain]

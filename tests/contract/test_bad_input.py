@@ -27,6 +27,7 @@ def usable_afterwards() -> Iterator[None]:
     """After the test the shared executor works, with the same processes if none died."""
     executor = DataParallel(nn.Linear(4, 2), THREE).executor
     good_call(THREE)
+    executor.grow()  # where one died in that
     before = executor.replicas()
     deaths = [replica.deaths for replica in executor.stats().replicas]
     yield
@@ -104,6 +105,15 @@ def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], words
     """Refused by the constructor, by name and with what was given."""
     with pytest.raises(kind, match=words):
         DataParallel(**{"module": nn.Linear(4, 2), "device_ids": TWO} | arguments)
+
+
+def test_settings_of_an_executor_beside_one() -> None:
+    """They would do nothing. Those that the wrapper reads leave the executor's as they are."""
+    executor, mean = Executor((), options=Options(gpus_per_replica=0.5)), Options(scalars="mean")
+    with pytest.raises(ValueError, match="settings of an executor"):
+        DataParallel(nn.Linear(4, 2), TWO, executor=executor, options=Options(call_timeout=1))
+    model = DataParallel(nn.Linear(4, 2), TWO, executor=executor, options=mean)
+    assert model._options == Options(scalars="mean", gpus_per_replica=0.5)
 
 
 @pytest.mark.long

@@ -198,8 +198,16 @@ def test_a_step_that_ends_whoever_makes_it(killable: Executor) -> None:
 # --- what this process lacks ---
 
 
-def test_an_error_of_the_driver_s_is_no_death() -> None:
-    """A window larger than a file may be: the error is the system's, and the replicas live on."""
+def small(net: nn.Module, x: Tensor, size: int) -> Tensor:
+    """Run forward in a process whose files may have so many bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    return net(x)  # type: ignore[no-any-return]
+
+
+def test_an_error_of_the_system_s_is_no_death() -> None:
+    """A window larger than a file may be, of the driver's or of a replica's: the error is the
+    system's, and the replicas live on.
+    """
     with Executor(["cpu"] * 2) as new:  # others may have a large window, which is used again
         model = DataParallel(nn.Linear(64, 2), executor=new)
         model(torch.ones(4, 64))
@@ -207,7 +215,8 @@ def test_an_error_of_the_driver_s_is_no_death() -> None:
         with lowered(resource.RLIMIT_FSIZE, 1 << 20):
             assert "File too large" in str(raised(lambda: model(large)))
             assert model(torch.ones(4, 64)).shape == (4, 2)
-        assert model(large).shape == (40_000, 2)
+        assert "File too large" in str(raised(lambda: model.run(small, large, 1 << 16)))
+        assert model.run(small, large, -1).shape == (40_000, 2)
         assert [info.pid for info in new.replicas()] == pids
         # What the message that was not sent would have let them forget, too.
         assert [graphs for _, graphs in new.flush()] == [0, 0]
