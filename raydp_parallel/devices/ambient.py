@@ -152,16 +152,20 @@ FLAGS: dict[str, _Flag] = {
 _READS = [read for read, _ in FLAGS.values()]
 
 
+def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
+    on = map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)
+    return tuple(zip(on, map(torch.get_autocast_dtype, _AUTOCAST_DEVICES), strict=True))
+
+
 def capture() -> CallContext:
     """The caller's state, now."""
-    on = map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)
-    autocast = [*zip(on, map(torch.get_autocast_dtype, _AUTOCAST_DEVICES), strict=True)]
+    autocast = _autocast()
     if autocast[0][0] and not torch.cuda.is_initialized():
-        autocast[1] = autocast[0]  # modules here are on the CPU, and replicas may have GPUs
+        autocast = autocast[:1] * 2  # modules here are on the CPU, and replicas may have GPUs
     return CallContext(
         grad=torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
         inference=torch.is_inference_mode_enabled(),
-        autocast=tuple(autocast),
+        autocast=autocast,
         autocast_cache=torch.is_autocast_cache_enabled(),
         anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         cached=parametrize._cache_enabled > 0,
@@ -177,11 +181,10 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
         for (read, write), value in zip(FLAGS.values(), context.flags, strict=True):
             if value is not None and read() != value:
                 write(value)
-    wanted = [enabled for enabled, _ in context.autocast]
-    current = [torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES]
     detects, nan = context.anomaly
     rare = context.inference or detects or context.cached
-    if not (rare or True in wanted or True in current):
+    # Dtypes also where it is off: blocks in the module have them by default.
+    if not rare and context.autocast == _autocast():
         return torch.set_grad_enabled(context.grad)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(context.inference))

@@ -141,8 +141,13 @@ class LossCall:
         if number.dim() or not number >= 0:
             raise ValueError(f"with_loss: count gave {divisor!r}, expected a number, not negative")
         total = wide * number.to(wide.dtype)
-        # The mean of nothing may be no number; gradients of zeros let backward run all the same.
-        return total if number else _zero(output, total), number, value.new_empty(0)
+        if not number and function is not None:  # rows that weigh nothing are smoothed all the same
+            names = inspect.signature(function).parameters
+            known = {name: one for name, one in given.items() if name in names}
+            total = function(**known | {"reduction": "sum"}).to(wide.dtype)
+        elif not number:  # the mean of nothing may be no number, and backward needs a graph
+            total = _zero(output, total)
+        return total, number, value.new_empty(0)
 
     def divided(
         self, args: Sequence[object], kwargs: Keywords

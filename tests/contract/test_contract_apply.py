@@ -256,8 +256,9 @@ def settings(_net: Any = None, x: Any = None) -> str:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     lower = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
-    dtype = torch.get_autocast_dtype("cpu" if lower[0] else "cuda")
-    return str((row, modes, anomaly, lower, dtype))
+    # Where the CPU's is on, replicas with GPUs have it.
+    dtypes = [*map(torch.get_autocast_dtype, ["cpu"] if lower[0] else ["cpu", "cuda"])]
+    return str((row, modes, anomaly, lower, dtypes))
 
 
 @contextlib.contextmanager
@@ -280,6 +281,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast without a cache": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "autocast that is off": lambda: torch.autocast("cpu", torch.float16, enabled=False),
     "CUDA's autocast": cuda_s_autocast,
 }
 """Of a block of code."""

@@ -96,6 +96,10 @@ CASES: dict[str, Case] = {
     "weights": Case(nn.CrossEntropyLoss(weight=WEIGHT), classes),
     "smoothing": Case(nn.CrossEntropyLoss(label_smoothing=0.1), classes),
     "smoothing, weights": Case(nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1), classes),
+    "smoothing, no weight": Case(
+        nn.CrossEntropyLoss(WEIGHT * (WEIGHT < 3), label_smoothing=0.1),
+        lambda: (torch.tensor([3, 0, 1, 3, 2, 3, 3]),),
+    ),
     "ignore_index": Case(nn.CrossEntropyLoss(ignore_index=2), kept),
     "soft": Case(nn.CrossEntropyLoss(), soft),
     "soft, weights": Case(nn.CrossEntropyLoss(WEIGHT), soft),
