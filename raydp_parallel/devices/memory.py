@@ -12,6 +12,7 @@ import contextlib
 import functools
 import mmap
 import os
+import sys
 import threading
 import weakref
 from itertools import compress
@@ -36,7 +37,8 @@ _pinned = threading.local()
 
 
 def _users(t: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata))
+    storage = t.untyped_storage()  # the program may have it without a tensor
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 _alone: int | None = None

@@ -717,10 +717,14 @@ def test_B12_output_holds_the_graph(quiet_gc):
 
 
 def test_B12_the_memory_of_gradients_goes_with_the_model(two):
-    """Sums lie where earlier ones did, unless another process sees these."""
+    """Sums lie where earlier ones did, unless the program, or another process, has that memory."""
     model = DataParallel(nn.Linear(300, 300), executor=two)
     model(torch.ones(4, 300)).sum().backward()
     if not model.module.weight.is_cuda:
+        kept = model.module.weight.grad.untyped_storage()
+        model.zero_grad()
+        model(torch.ones(4, 300)).mean().backward()
+        assert torch.empty(0).set_(kept)[0] == 4
         lent, size = model.module.weight.grad.untyped_storage()._share_fd_cpu_()
         before = os.pread(lent, size, 0)
         model.zero_grad()
