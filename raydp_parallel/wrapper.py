@@ -381,9 +381,7 @@ class DataParallel(nn.DataParallel[T]):
                 return called, args, named, functools.partial(called.joined, place=place)
         if not split:
             return called, args, named, operator.itemgetter(0)
-        asked = self._options.scalars == "mean" or "num_items_in_batch" in named[0]
-        chunks = zip(args, named, strict=True) if asked else ()
-        rows = [next(batch.sizes(chunk, self.dim), 0) for chunk in chunks]
+        rows = [next(batch.sizes(chunk, self.dim), 0) for chunk in zip(args, named, strict=True)]
         scalars, shares = self._options.scalars, hugging_face.shares(named, rows)
         if shares is not None:  # by the Trainer, which wants one number
             scalars, named = "mean", shares

@@ -47,11 +47,6 @@ class ReplicaInfo:
     gpu: str = ""
     memory: int = 0
 
-    @property
-    def device_id(self) -> int | str:
-        """The entry of ``device_ids`` that it serves."""
-        return "cpu" if self.device == "cpu" else int(self.device.rpartition(":")[2])
-
 
 @dataclass(frozen=True)
 class ReplicaStats(ReplicaInfo):

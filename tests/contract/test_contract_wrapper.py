@@ -65,7 +65,7 @@ def batch(rows: int = 6) -> torch.Tensor:
 def calls(model: DataParallel[Any]) -> list[int]:
     """How many forwards each replica ran."""
     there = model.executor.stats().replicas
-    return [one.calls for one in there if one.device_id == "cpu" or on_gpus.asked() != "cpu"]
+    return [one.calls for one in there if one.device == "cpu" or on_gpus.asked() != "cpu"]
 
 
 def test_C1_signature() -> None:
