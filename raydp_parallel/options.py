@@ -14,6 +14,7 @@ UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean"]
 GpuPath = Literal["host", "ipc", "nccl"]
 GPU_PATHS = get_args(GpuPath)
+_OF_WRAPPERS = "scalars", "unused_grads", "chunk_weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,13 @@ class Options:
         return int(1 / self.gpus_per_replica + 1e-6)
 
     def for_wrapper(self, own: Options) -> Options:
-        """Return an executor's settings, with a wrapper's own of those that it alone reads."""
-        scalars, unused, weights = own.scalars, own.unused_grads, own.chunk_weights
-        return replace(self, scalars=scalars, unused_grads=unused, chunk_weights=weights)
+        """Return an executor's settings, with a wrapper's own of those that it alone reads; others
+        would do nothing.
+        """
+        for name in self.__dataclass_fields__.keys() - {*_OF_WRAPPERS}:
+            if getattr(own, name) not in (getattr(Options(), name), getattr(self, name)):
+                raise ValueError(f"Options({name}=...) is an executor's: give it to executor=, too")
+        return replace(self, **{name: getattr(own, name) for name in _OF_WRAPPERS})
 
     @property
     def ways(self) -> set[str]:

@@ -111,14 +111,9 @@ class DataParallel(nn.DataParallel[T]):
         self.module = module
         if device_ids is None and executor is not None:
             device_ids = executor.device_ids or None
-        self._options = options or (executor.options if executor is not None else Options())
-        if executor is not None and options is not None:
-            self._options = executor.options.for_wrapper(options)
-            if options not in (self._options, Options().for_wrapper(options)):
-                raise ValueError(
-                    "DataParallel: options= has settings of an executor, and executor= has its "
-                    "own: give them to Executor(options=...)"
-                )
+        self._options = options or Options()
+        if executor is not None:
+            self._options = executor.options.for_wrapper(options or executor.options)
         self.device_ids: list[Any] = [*normalize(device_ids, self._options)]
         if not self.device_ids:
             warn_once(

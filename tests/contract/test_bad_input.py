@@ -109,11 +109,12 @@ def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], words
 
 def test_settings_of_an_executor_beside_one() -> None:
     """They would do nothing. Those that the wrapper reads leave the executor's as they are."""
-    executor, mean = Executor((), options=Options(gpus_per_replica=0.5)), Options(scalars="mean")
-    with pytest.raises(ValueError, match="settings of an executor"):
+    executor = Executor((), options=Options(gpus_per_replica=0.5, metrics=False))
+    with pytest.raises(ValueError, match=r"Options\(call_timeout=...\) is an executor's"):
         DataParallel(nn.Linear(4, 2), TWO, executor=executor, options=Options(call_timeout=1))
+    mean = Options(scalars="mean", metrics=False)
     model = DataParallel(nn.Linear(4, 2), TWO, executor=executor, options=mean)
-    assert model._options == Options(scalars="mean", gpus_per_replica=0.5)
+    assert model._options == Options(scalars="mean", metrics=False, gpus_per_replica=0.5)
 
 
 @pytest.mark.long
