@@ -153,12 +153,11 @@ class Packet(pickle.Pickler):
         plain = _leaf if value.requires_grad else _tensor, (begin,)
         if self._take([value]):
             return plain
-        if type(value) is not Tensor and type(value) is not nn.Parameter:
-            reduced = _reduce_subclass(value)
+        odd = type(value) is not Tensor and type(value) is not nn.Parameter
+        if odd or value.is_nested or value.is_quantized:
+            reduced = _reduce_whole(value)
         elif value.is_meta:
             return _as_usual(value)
-        elif value.is_nested or value.is_quantized:
-            reduced = _reduce_whole(value)
         elif value.layout is not torch.strided:  # torch describes it by the plain ones that it has
             reduced = _sparse, _as_usual(value.detach())[1]
         else:  # a copy has no gaps, and the same order of strides
@@ -180,14 +179,6 @@ class Packet(pickle.Pickler):
         return True
 
 
-def _reduce_subclass(value: Tensor) -> pickling.Reduced:
-    kind = type(value)
-    if hasattr(kind, "__tensor_flatten__") or value.layout is not torch.strided:
-        return _reduce_whole(value)
-    plain = value.detach().as_subclass(Tensor)
-    return _subclass, (plain, pickling.dumps(kind))
-
-
 def _reduce_whole(value: Tensor) -> pickling.Reduced:
     file = io.BytesIO()
     # A clone: the storage may hold other tensors.
@@ -205,10 +196,6 @@ def _sparse(kind: torch.layout, parts: tuple[Any, ...]) -> Tensor:
     else:
         made = torch.sparse_compressed_tensor(*parts, layout=kind, device=device)
     return made.clone()
-
-
-def _subclass(plain: Tensor, kind: bytes) -> Tensor:
-    return plain.clone().as_subclass(pickle.loads(kind))  # type: ignore[no-any-return]
 
 
 def _saved(data: bytes) -> Tensor:
