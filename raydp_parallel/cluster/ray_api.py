@@ -31,11 +31,7 @@ from ray.util.metrics import Counter, Gauge
 from ray.util.placement_group import (
     PlacementGroup as PlacementGroup,
 )
-from ray.util.placement_group import (
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,

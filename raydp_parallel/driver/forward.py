@@ -34,14 +34,7 @@ from raydp_parallel.state.mirror import Leaf
 from raydp_parallel.state.run import versions_of
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Parcel, parcel
-from raydp_parallel.wire.messages import (
-    Answer,
-    Failure,
-    ForwardRequest,
-    Seat,
-    StateUpdate,
-    Terms,
-)
+from raydp_parallel.wire.messages import Answer, Failure, ForwardRequest, Seat, StateUpdate, Terms
 
 Called = str | Callable[..., object] | None
 """A method's name, a function that takes the module first, or None for the module itself."""

@@ -37,12 +37,7 @@ from raydp_parallel.state.lagging import PLAINLY, Lagging
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.state.run import seen
 from raydp_parallel.wire.codec import parcel
-from raydp_parallel.wire.messages import (
-    ResumeRequest,
-    Seat,
-    SnapshotRequest,
-    StepRequest,
-)
+from raydp_parallel.wire.messages import ResumeRequest, Seat, SnapshotRequest, StepRequest
 
 _MOST_TRIES = 6
 

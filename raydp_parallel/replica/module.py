@@ -27,15 +27,7 @@ from raydp_parallel.devices.memory import copy_row, copy_up
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Common, build
-from raydp_parallel.state.run import (
-    SMALL,
-    Seen,
-    same,
-    seen,
-    set_versions,
-    storage_of,
-    versions_of,
-)
+from raydp_parallel.state.run import SMALL, Seen, same, seen, set_versions, storage_of, versions_of
 from raydp_parallel.wire.group import Exchange
 from raydp_parallel.wire.messages import (
     BackwardRequest,

@@ -17,13 +17,7 @@ from raydp_parallel.replica import engine
 from raydp_parallel.replica.module import ReplicaModule
 from raydp_parallel.wire.codec import Parcel, parcel
 from raydp_parallel.wire.group import Exchange, summable
-from raydp_parallel.wire.messages import (
-    ADDED,
-    KEPT,
-    ResumeRequest,
-    SnapshotRequest,
-    StepRequest,
-)
+from raydp_parallel.wire.messages import ADDED, KEPT, ResumeRequest, SnapshotRequest, StepRequest
 
 Tags = Sequence[int | None]
 """Those of a graph's leaves; None for inputs."""
