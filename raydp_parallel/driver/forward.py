@@ -339,6 +339,8 @@ class Forward:
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         for call in self.calls:
             call.release()
-        group = [call.slot for call in self.calls] if self.flight.together else None
+        # All chunks take part in backward, or none.
+        together = self.flight.together and len(parts) == len(self.calls)
+        group = [call.slot for call in self.calls] if together else None
         node = CallNode(self.executor, leaves, self.calls[0].given.unused, group, parts)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach

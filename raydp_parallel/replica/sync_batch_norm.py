@@ -30,7 +30,11 @@ class Exchanged(Function):
     @staticmethod
     def forward(ctx: _Marked, own: Tensor, mark: int, sums: bool, count: int = 0) -> Tensor:
         ctx.mark, ctx.sums = mark, sums
-        assert group.current is not None  # backward is a part of the call, too
+        if group.current is None:
+            raise RuntimeError(
+                "synchronised batch norm: outputs of a chunk have no graph, so that what its rows "
+                "add to the others' statistics has no gradient. Let all chunks' outputs require one"
+            )
         if sums:
             return torch.sum(group.current.swap(own, mark), 0)
         return group.current.swap(own.expand(group.current.size, *own.shape), mark, count)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Apply, assert_same_grads, assert_same_state, made_of, raised
+from harness import Apply, assert_same_grads, assert_same_state, made_of, ones, raised
 from mortal import arm, armed, fate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -185,6 +185,25 @@ def test_X3_chunks_that_differ_do_not_wait_for_each_other(two: Executor) -> None
     error = raised(lambda: model(torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2)))
     assert isinstance(error, RuntimeError) and "chunks run different layers" in str(error), error
     assert model(torch.tensor([[1.0] * 3] * 4)).shape == (4, 3)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_X3_a_chunk_without_a_graph_is_not_waited_for(two: Executor, frozen: bool) -> None:
+    """An error says so, if the others' backward needs it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        out = net.norm(x).detach() if frozen else net.norm(x)
+        return out * net.gain if int(x[0, 0]) else out.detach()
+
+    net = Apply(forward, norm=nn.BatchNorm1d(3), gain=ones(3)).double()
+    model = DataParallel(convert_sync_batchnorm(net), executor=two)
+    out = model(torch.eye(4, 3, dtype=torch.double, requires_grad=True))
+    if frozen:
+        out.sum().backward()
+        close(net.gain.grad, out[:2].detach().sum(0))
+    else:
+        with pytest.raises(RuntimeError, match="outputs of a chunk have no graph"):
+            out.sum().backward()
 
 
 def test_X3_chunks_need_replicas_of_their_own(two: Executor) -> None:
