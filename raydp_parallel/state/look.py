@@ -279,7 +279,8 @@ def _reduce_module(module: nn.Module) -> tuple[object, ...] | None:
     new: tuple[object, ...] = copyreg.__newobj__, (kind,)  # type: ignore[attr-defined]
     state = vars(module)
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
-        new = _new_parametrized, (kind.__mro__[1], tuple(state["_modules"]["parametrizations"]))
+        names = tuple(state["_modules"]["parametrizations"])
+        new = _new_parametrized, (kind.__mro__[1], names, id(kind))
     elif (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__):
         return None
     elif getattr(kind, "__getstate__", None) not in _GETSTATE:
@@ -304,15 +305,16 @@ def _set_state(module: nn.Module, state: dict[str, object]) -> None:
         module.__setstate__(state)
 
 
-def _new_parametrized(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    if (base, names) not in _building.common:
+def _new_parametrized(base: type[nn.Module], names: tuple[str, ...], number: int) -> nn.Module:
+    key = base, names, number  # classes are what the cache of parametrizations tells apart
+    if key not in _building.common:
         module = base.__new__(base)
         nn.Module.__init__(module)
         for name in names:  # makes the class; what it does beside is replaced
             module.register_parameter(name, nn.Parameter(torch.empty(0, device="cpu")))
             parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
-        _building.common[base, names] = type(module)
-    kind = _building.common[base, names]
+        _building.common[key] = type(module)
+    kind = _building.common[key]
     return kind.__new__(kind)  # type: ignore[no-any-return]
 
 

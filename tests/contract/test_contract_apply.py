@@ -384,11 +384,14 @@ def test_A8_a_chunk_has_the_cache_of_parametrizations() -> None:
     def used_thrice(net: Any, x: Tensor) -> Tensor:
         counts = net.layer.parametrizations.weight[0]
         before = counts.calls
-        total = sum(net.layer.weight.sum() for _ in range(3)) * 0
+        assert not torch.equal(net.other.weight, net.layer.weight)
+        total = sum(net.layer.weight.sum() for _ in range(2)) * 0
         return total + x * (counts.calls - before)
 
-    model, x = DataParallel(Apply(used_thrice, layer=nn.Linear(3, 3)), CPUS), torch.ones(2, 1)
-    parametrize.register_parametrization(model.module.layer, "weight", Counts())
+    net, x = Apply(used_thrice, layer=nn.Linear(3, 3), other=nn.Linear(3, 3)), torch.ones(2, 1)
+    model = DataParallel(net, CPUS)
+    for layer in (net.other, net.layer):
+        parametrize.register_parametrization(layer, "weight", Counts())
     for _ in range(2):
         assert model(x).flatten().tolist() == [3.0, 3.0]
         with parametrize.cached():
