@@ -169,8 +169,8 @@ def apply(
     for module in modules:
         if not isinstance(module, (RemoteReplica, nn.Module)):
             raise TypeError(f"parallel_apply: a {type(module).__name__} is no replica or module")
-    known = [module for module in modules if isinstance(module, RemoteReplica)]
-    owners = {replica._executor for replica in known} or {shared(Options())}
+    known = {module._executor for module in modules if isinstance(module, RemoteReplica)}
+    owners = known or {shared(Options())}
     executor = owners.pop()
     if owners:
         raise ValueError("parallel_apply: give replicas of one executor, got those of several")

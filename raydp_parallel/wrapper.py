@@ -24,7 +24,6 @@ import contextlib
 import functools
 import inspect
 import operator
-import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
@@ -349,8 +348,7 @@ class DataParallel(nn.DataParallel[T]):
             ids = self.device_ids[: len(args)]
             replicas = self.replicate(self.module, ids)
             if called is not None:
-                made = functional.RemoteReplica
-                replicas = [made(**{**vars(one), "_called": called}) for one in replicas]
+                replicas = [replace(one, _called=called) for one in replicas]
             if gather and self._own("parallel_apply", "gather"):
                 with self.executor.replica_set.lock:  # outputs lie in windows until then
                     return join(functional.apply(replicas, args, named, ids, self.dim, split))
@@ -407,8 +405,7 @@ class DataParallel(nn.DataParallel[T]):
         home = module_device(self.module)
         inputs, kwargs = batch.resolved((inputs, kwargs), fetched, home)
         if isinstance(called, LossCall):
-            arguments, targets, others = called.divided(inputs, kwargs)
-            return called.criterion(self.module(*arguments, **others), *targets)
+            called = replace(called, whole=True, reduction="none")
         if callable(called):
             return called(self.module, *inputs, **kwargs)
         return getattr(self.module, called or "__call__")(*inputs, **kwargs)
@@ -489,8 +486,8 @@ class DataParallel(nn.DataParallel[T]):
         model = type(self).__new__(type(self))
         nn.Module.__init__(model)
         # Also the modules, so that both have one master. Hooks of calls expect outputs.
-        of_calls = re.compile("(forward|backward).*hooks")
-        same = {name: value for name, value in vars(self).items() if not of_calls.search(name)}
+        of_calls = "_forward_", "_backward_"
+        same = {name: value for name, value in vars(self).items() if not name.startswith(of_calls)}
         vars(model).update(same, _loss=found)
         return model
 
@@ -540,8 +537,7 @@ class DataParallel(nn.DataParallel[T]):
             first = 0 if split else at % len(self.device_ids)
             with torch.no_grad():
                 called, args, named, join = self._chunks(self._loss, inputs, kwargs, split)
-                how = True, self.executor, self._options.unused_grads
-                replicas = functional.replicas_of(self.module, self.device_ids, *how)
+                replicas = self.replicate(self.module, self.device_ids)
                 chunks = []
                 for i, (a, k) in enumerate(zip(args, named, strict=True), first):
                     replica = replace(replicas[i], _called=called, _writes=False)

@@ -181,8 +181,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
         for (read, write), value in zip(FLAGS.values(), context.flags, strict=True):
             if value is not None and read() != value:
                 write(value)
-    detects, nan = context.anomaly
-    rare = context.inference or detects or context.cached
+    rare = context.inference or context.anomaly[0] or context.cached
     # Dtypes also where it is off: blocks in the module have them by default.
     if not rare and context.autocast == _autocast():
         return torch.set_grad_enabled(context.grad)
@@ -192,8 +191,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
         for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
             on = enabled and (device == "cpu" or torch.cuda.is_initialized())
             stack.enter_context(torch.autocast(device, dtype, on, context.autocast_cache))
-        if detects:
-            stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=nan))
+        stack.enter_context(torch.autograd.set_detect_anomaly(*context.anomaly))
         if context.cached:
             stack.enter_context(parametrize.cached())  # its end empties the cache
         return stack.pop_all()

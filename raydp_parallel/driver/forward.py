@@ -220,8 +220,7 @@ def start(
         calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):
             master = executor.master(given.module)
-            writing = [call.master for call in calls if call.terms.reports]
-            writes = given.writes and master not in writing
+            writes = given.writes and master not in [c.master for c in calls if c.terms.reports]
             terms = Terms(i, context, threads, given.error_prefix, writes, seed)
             calls.append(ForwardCall(executor, terms, master, given))
         inputs = [call.inputs for call in calls]

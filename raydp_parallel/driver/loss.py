@@ -52,7 +52,6 @@ position.
 _DIMS = dict(_FORWARDS.values())
 _OWN = "forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 """What a criterion may have that sees or changes its loss."""
-_REDUCTIONS = ("mean", "sum", "none")
 
 
 def function_of(criterion: object) -> Function | None:
@@ -99,7 +98,7 @@ class LossCall:
             if chunks > 1 and dim != 0 and by_rows:
                 raise ValueError(f"{name} takes rows along 0, and the batch is split along {dim}")
             reduction = own
-        elif reduction not in (_REDUCTIONS if self.count is None else (None, "mean")):
+        elif reduction not in (("mean", "sum", "none") if self.count is None else (None, "mean")):
             raise ValueError(
                 f"with_loss: {name} needs reduction='mean' (over the rows), 'sum' or 'none', or "
                 f"count= for a mean alone, a function that gives the divisor; got {reduction!r}. "
@@ -107,7 +106,7 @@ class LossCall:
             )
         return replace(self, reduction=reduction or "mean", dim=dim, whole=chunks == 1)
 
-    def __call__(self, module: Function, *args: object, **kwargs: object) -> object:
+    def __call__(self, module: Function, /, *args: object, **kwargs: object) -> object:
         inputs, targets, others = self.divided(args, kwargs)
         output = module(*inputs, **others)
         function = None if self.whole else function_of(self.criterion)
@@ -142,11 +141,10 @@ class LossCall:
             raise ValueError(f"with_loss: count gave {divisor!r}, expected a number, not negative")
         total = wide * number.to(wide.dtype)
         if not number and function is not None:  # rows that weigh nothing are smoothed all the same
-            names = inspect.signature(function).parameters
-            known = {name: one for name, one in given.items() if name in names}
-            total = function(**known | {"reduction": "sum"}).to(wide.dtype)
+            total = function(**given | {"reduction": "sum"}).to(wide.dtype)
         elif not number:  # the mean of nothing may be no number, and backward needs a graph
-            total = _zero(output, total)
+            nothing = [tensor.flatten()[:0].sum() for tensor in batch.tensors_in(output)]
+            total = sum(nothing, wide.new_zeros(())).to(wide.dtype)
         return total, number, value.new_empty(0)
 
     def divided(
@@ -189,9 +187,10 @@ class LossCall:
             raise ValueError(
                 f"{name} got shape {shape}, expected at least {least} dims and rows along dim {dim}"
             )
-        given = inspect.signature(function).bind(output, *targets).arguments
-        settings = vars(self.criterion) | getattr(self.criterion, "_buffers", {})
-        settings |= getattr(self.criterion, "keywords", {})
+        signature, own = inspect.signature(function), vars(self.criterion)
+        given = signature.bind(output, *targets).arguments
+        own = own | own.get("_buffers", {}) | getattr(self.criterion, "keywords", {})
+        settings = {key: held for key, held in own.items() if key in signature.parameters}
         if function is F.ctc_loss and getattr(given.get("targets"), "ndim", 2) < 2:
             raise ValueError(f"{name}: give targets of sequences × length, not concatenated ones")
         at = dim - len(shape) if dim >= 0 else dim
@@ -250,11 +249,3 @@ def _divisor(function: Function, output: Tensor, given: Keywords, dim: int) -> o
     if weight is None:
         return kept.sum()
     return (weight.double().take(classes.masked_fill(~kept, 0)) * kept).sum()
-
-
-def _zero(output: object, like: Tensor) -> Tensor:
-    """A zero that has the graph of the outputs."""
-    zero = like.new_zeros(())
-    for tensor in batch.tensors_in(output):
-        zero = zero + tensor.flatten()[:0].sum().to(zero.dtype)
-    return zero

@@ -31,10 +31,8 @@ class Exchanged(Function):
     def forward(ctx: _Marked, own: Tensor, mark: int, sums: bool, count: int = 0) -> Tensor:
         ctx.mark, ctx.sums = mark, sums
         if group.current is None:
-            raise RuntimeError(
-                "synchronised batch norm: outputs of a chunk have no graph, so that what its rows "
-                "add to the others' statistics has no gradient. Let all chunks' outputs require one"
-            )
+            text = "outputs of a chunk have no graph: let those of all chunks require a gradient"
+            raise RuntimeError(f"synchronised batch norm: {text}")
         if sums:
             return torch.sum(group.current.swap(own, mark), 0)
         return group.current.swap(own.expand(group.current.size, *own.shape), mark, count)
