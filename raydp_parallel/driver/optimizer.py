@@ -44,7 +44,7 @@ def make(
     master = executor.master(module)
     if master.resident is None:
         master.resident = Resident(executor.dispatcher, master, ids)
-    named = {"kind": kind, "__module__": kind.__module__}
+    named = {"kind": kind, "number": next(numbers), "__module__": kind.__module__}
     made: Any = type(kind.__name__, (InReplicas, kind), named)
     found: InReplicas = made(params, **keywords)
     found.move_to(master.resident, keywords)
@@ -58,8 +58,10 @@ class InReplicas(OptimizerState):
 
     def move_to(self, resident: Resident, keywords: Values) -> None:
         """Let replicas make the steps from here on."""
-        self.number, self.keywords, self.known = next(numbers), keywords, {}
+        self.keywords, self.known = keywords, {}
         self._step_supports_amp_scaling = False  # a scaler unscales gradients before the step
+        self.register_state_dict_pre_hook(lambda _: resident.pull_all())  # groups, too
+        self.register_load_state_dict_pre_hook(lambda *_: resident.recall())
         resident.add(self)
         self._resident = resident
 
@@ -105,12 +107,6 @@ class InReplicas(OptimizerState):
             self._resident.recall()
         self.__dict__["state"] = value
 
-    def load_state_dict(self, state_dict: Values) -> None:
-        """Load groups and state, and give them to the replicas."""
-        self._resident.recall()
-        super().load_state_dict(state_dict)
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Copy and pickle it as the ordinary optimizer that it stands for."""
-        state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
-        return self.kind.__new__, (self.kind,), state
+        return self.kind.__new__, (self.kind,), self.__getstate__()

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from raydp_parallel.batch.containers import tensors_in
+from raydp_parallel.replica.training import plain
 from raydp_parallel.state.mirror import Master
-from raydp_parallel.wire import pickling
+from raydp_parallel.state.run import same
+from raydp_parallel.wire.codec import parcel
 
 numbers = itertools.count(1)
 """Numbers of optimizers in the replicas."""
@@ -20,9 +21,12 @@ Values = dict[str, object]
 """Values of a group of an optimizer, or of its state of one parameter."""
 
 States = tuple[list[Values], dict[int | str, Values]]
-"""An optimizer's groups, with tags in the place of parameters, and its state by tag; by name, what
-it keeps for no parameter.
+"""Attributes of an optimizer and, after them, its groups, with tags in the place of parameters; and
+its state by tag, or by name what it keeps for no parameter.
 """
+
+Rows = dict[Tensor, tuple[int, int | None, Values]]
+"""Parameters, with the numbers of their groups, their tags, and their attributes."""
 
 
 class OptimizerState(torch.optim.Optimizer):
@@ -31,25 +35,25 @@ class OptimizerState(torch.optim.Optimizer):
     kind: type[torch.optim.Optimizer]
     number: int
     keywords: Values
-    known: Mapping[Tensor, tuple[int, int | None]]  # the rows that replicas got
-    told: Sequence[Values]  # each group's other values that they have
+    known: Rows  # that replicas got
+    told: Sequence[Values]  # its own attributes that they have, and each group's other values
 
-    def rows(self, master: Master) -> dict[Tensor, tuple[int, int | None]]:
-        """Return its parameters, with the numbers of their groups, and their tags."""
-        groups = enumerate(self.param_groups)
-        return {p: (number, master.tag(p)) for number, group in groups for p in group["params"]}
+    def rows(self, master: Master) -> Rows:
+        """Return its parameters, and what replicas are told of them."""
+        rows = [(n, p) for n, group in enumerate(self.param_groups) for p in group["params"]]
+        return {p: (number, master.tag(p), plain(vars(p))) for number, p in rows}
 
-    def tags(self, master: Master) -> set[int]:
-        """Return the tags of its parameters, but for those that have left the module."""
-        return {n for _, n in self.rows(master).values() if n is not None}
+    def attributes(self, master: Master) -> dict[int, Values]:
+        """Return those of its parameters by tag, but for parameters that have left the module."""
+        return {n: own for _, n, own in self.rows(master).values() if n is not None}
 
     def described(self, master: Master) -> States:
         """Return its groups and its state, with tags in the place of parameters."""
-        groups: list[Values] = []
+        groups: list[Values] = [{**plain(vars(self)), **self.told[0]}]
         # What the other replicas have: while a step is on its way, the program may change, add and
         # take out.
-        for number, told in enumerate(self.told):
-            tags = [master.tag(p) for p, (row, _) in self.known.items() if row == number]
+        for number, told in enumerate(self.told[1:]):
+            tags = [master.tag(p) for p, (row, *_) in self.known.items() if row == number]
             group = self.param_groups[number] if number < len(self.param_groups) else {}
             groups.append({**group, **told, "params": [n for n in tags if n is not None]})
         own = vars(self)["state"].items()
@@ -59,7 +63,7 @@ class OptimizerState(torch.optim.Optimizer):
     def news(self) -> list[Values]:
         """Return the changes of its groups since the last step."""
         found = []
-        for group, told in zip(self.param_groups, self.told, strict=True):
+        for group, told in zip([plain(vars(self)), *self.param_groups], self.told, strict=True):
             values = {}
             for name, value in group.items():
                 if name != "params" and not (name in told and _same(told[name], value)):
@@ -70,17 +74,17 @@ class OptimizerState(torch.optim.Optimizer):
 
     def arrive(self, groups: Sequence[Values], state: Mapping[int | str, Values]) -> None:
         """Take over what the replicas have."""
+        own, rows = self.__dict__["state"], self.param_groups
         # One may have been added.
-        for group, told, values in zip(self.param_groups, self.told, groups, strict=False):
+        for group, told, values in zip([vars(self), *rows], self.told, groups, strict=False):
             for name, value in values.items():  # some count their steps there
                 known = name in told and _same(told[name], group.get(name))
                 newer = name != "params" and not _same(told.get(name), value)
                 if newer and (known or name not in group):
                     group[name], told[name] = value, copy.deepcopy(value)
-        own, rows = self.__dict__["state"], self.param_groups
         own.update((n, values) for n, values in state.items() if isinstance(n, str))
         on_device = {p for g in rows if g.get("fused") or g.get("capturable") for p in g["params"]}
-        for p, (_, tag) in self.known.items():
+        for p, (_, tag, _) in self.known.items():
             if tag is not None and tag in state:  # of others, as of those that left, it stays
                 own[p] = dict(state[tag])
                 for name, value in state[tag].items():
@@ -91,4 +95,6 @@ class OptimizerState(torch.optim.Optimizer):
 def _same(one: object, other: object) -> bool:
     if one is other:  # nothing that can be written to: copies are compared
         return True
-    return not [*tensors_in((one, other))] and pickling.dumps(one) == pickling.dumps(other)
+    (one, row), (other, others) = parcel(one, "group"), parcel(other, "group")
+    kinds, others_kinds = [[(t.device, t.dtype) for t in tensors] for tensors in (row, others)]
+    return (one, kinds) == (other, others_kinds) and all(map(same, row, others))

@@ -94,7 +94,7 @@ class Weights:
             optimizers = {}
             for number, one in self.optimizers.items():
                 groups, state = states.get(number) or one.described(master)
-                optimizers[number] = one.kind, one.keywords, groups, state
+                optimizers[number] = one.kind, one.keywords, groups, state, one.attributes(master)
             value = parcel(optimizers, "optimizer")
             update = self._dispatcher.update(master, slot, weights)
             request = ResumeRequest(master.number, update, (*master.trained,), value)
@@ -169,7 +169,7 @@ class Resident:
             master.look()
             rows = optimizer.rows(master)
             memory: dict[object, Tensor] = {}
-            for p, (_, tag) in rows.items():
+            for p, (_, tag, _) in rows.items():
                 ((_, (address, *_), _),) = seen([p])  # 0 if it is made of other tensors
                 if address and memory.setdefault((p.device, address), p) is not p:
                     raise ValueError(
@@ -182,12 +182,12 @@ class Resident:
                         f"optimizer: a parameter of shape {tuple(p.shape)} is not, or not any "
                         "more, one of the model's: make an optimizer for those that it has"
                     )
-            tags = {one: one.tags(master) for one in (*optimizers.values(), optimizer)}
+            tags = {o: {*o.attributes(master)} for o in (*optimizers.values(), optimizer)}
             # It takes the place of others that have one of its parameters.
             others = [one for one in optimizers.values() if not tags[one] & tags[optimizer]]
             self.weights.optimizers = {one.number: one for one in (*others, optimizer)}
             optimizer.known = rows
-            optimizer.told = [{} for _ in optimizer.param_groups]
+            optimizer.told = [{} for _ in (optimizer, *optimizer.param_groups)]
             trained = set[int]().union(*[tags[one] for one in (*others, optimizer)])
             self.fetch_departing(master.trained)  # all: with what follows nothing can be made again
             master.train(trained)
@@ -289,7 +289,7 @@ class Resident:
         if optimizer.number not in self.weights.optimizers:
             text = "was called again for its parameters: use what that returned"
             raise RuntimeError(f"optimizer: model.optimizer() {text}")
-        regrouped = len(optimizer.told) != len(optimizer.param_groups)
+        regrouped = len(optimizer.told) != len(optimizer.param_groups) + 1
         if regrouped or optimizer.known != optimizer.rows(self._master):  # or some left or came
             self.add(optimizer)
 
@@ -297,7 +297,7 @@ class Resident:
         """Note where gradients are."""
         sums: list[Sum] = []
         given: dict[int, Tensor | None] = {}
-        for p, (_, tag) in optimizer.rows(self._master).items():
+        for p, (_, tag, _) in optimizer.rows(self._master).items():
             grad, one = p.grad, self.gradients.sums.get(id(p))
             if tag is None or grad is None:
                 continue

@@ -4,7 +4,7 @@ optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,15 @@ from raydp_parallel.wire.messages import ADDED, KEPT, ResumeRequest, SnapshotReq
 
 Tags = Sequence[int | None]
 """Those of a graph's leaves; None for inputs."""
+
+
+_PLAIN = bool, int, float, str, type(None)
+
+
+def plain(values: Mapping[str, object]) -> dict[str, object]:
+    """Choose attributes that are numbers or texts, or rows of them."""
+    rows = [(k, v, v if isinstance(v, (list, tuple)) else [v]) for k, v in values.items()]
+    return {name: value for name, value, row in rows if all(type(one) in _PLAIN for one in row)}
 
 
 class ReplicaTraining:
@@ -115,7 +124,8 @@ class ReplicaTraining:
         if request.norm is not None:
             found = [grads[tag] for tag in tags.values() if tag in grads]
             return Row([torch.nn.utils.get_total_norm(found, request.norm)])
-        for group, values in zip(optimizer.param_groups, request.values, strict=True):
+        rows = vars(optimizer), *optimizer.param_groups
+        for group, values in zip(rows, request.values, strict=True):
             for name, value in values.items():
                 group[name] = on_tensors(value, Tensor.clone)
         engine.seed(self._module.device, request.number, 0)
@@ -145,7 +155,7 @@ class ReplicaTraining:
         self._optimizers = {}
         row = [t.detach().clone() for t in request.optimizers.tensors]
         for number, one in request.optimizers.load(row).items():
-            kind, keywords, groups, state = one
+            kind, keywords, (own, *groups), state, attributes = one
             params: dict[int, nn.Parameter] = {}
             for group in groups:
                 on_host = not (group.get("capturable") or group.get("fused"))
@@ -153,11 +163,15 @@ class ReplicaTraining:
                     # The module's memory and version, in an object of its own.
                     t = self._module.tracked[tag].tensor
                     params[tag] = nn.Parameter(t, t.is_floating_point() or t.is_complex())
+                    vars(params[tag]).update(attributes.get(tag, {}))
                     step = state.get(tag, {}).get("step")
                     if isinstance(step, Tensor) and on_host:  # as torch's own loading does
                         state[tag]["step"] = step.cpu()
                 group["params"] = [params[tag] for tag in group["params"]]
-            optimizer = kind(groups, **keywords)
+            optimizer = kind([{**group} for group in groups], **keywords)
+            vars(optimizer).update(own)
+            for made, group in zip(optimizer.param_groups, groups, strict=True):
+                made.update(group)  # the constructor may have changed its copy
             optimizer.state.update((params.get(n, n), held) for n, held in state.items())
             self._optimizers[number] = optimizer, {p: tag for tag, p in params.items()}
 
@@ -169,5 +183,6 @@ class ReplicaTraining:
             weights.update((tag, p.detach()) for p, tag in tags.items())
             rows, own = optimizer.param_groups, optimizer.state
             groups = [{**row, "params": [tags[p] for p in row["params"]]} for row in rows]
+            groups.insert(0, plain(vars(optimizer)))
             states[number] = groups, {tags.get(p, p): held for p, held in own.items()}
         return parcel(weights if request.of == "weights" else states, "optimizer")

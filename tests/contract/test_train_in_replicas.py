@@ -370,6 +370,45 @@ def test_T5_an_optimizer_that_keeps_what_it_was_given(two: Executor) -> None:
     compare(two, program, wide, Looking, close=True, lr=1e-3)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute and in a tensor of its group, which follow each other."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.calls, self.rates = 0, [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] *= 2
+            group.setdefault("count", torch.zeros(()))
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        group = self.param_groups[0]
+        group["count"] += 1
+        assert group["count"] == self.calls
+        for p in group["params"]:
+            p.grad *= self.rates[0] / (self.calls * getattr(p, "slower", 1))
+        return super().step(closure)
+
+
+def test_T3_what_an_optimizer_counts(killable: Executor) -> None:
+    """It goes on after a death, after the state was read, and after the program has changed it."""
+
+    def program(model: Any, optimizer: Any) -> Any:
+        for step in range(8):
+            if step == 2 and hasattr(optimizer, "grad_norm"):
+                kill(killable, 1)
+            if step == 3:
+                model.module[0].weight.slower = 4
+            if step == 5:
+                optimizer.rates[0] *= 2
+                assert optimizer.state_dict()["param_groups"][0]["count"] == 5
+            if step == 6:
+                assert len(optimizer.state) == 4
+            yield advance(model, optimizer, step)
+
+    compare(killable, program, layers, Counting, momentum=0.5)
+
+
 @pytest.mark.parametrize("show", [lambda w: w, lambda w: w.T, lambda w: w[1:]])
 def test_T5_an_attribute_in_the_memory_of_a_weight(show: Any, two: Executor) -> None:
     """It follows the steps of the replicas, also a part, and one that came later."""
