@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from raydp_parallel import batch
 from raydp_parallel.devices import ambient, threads
@@ -83,6 +84,8 @@ class Replica:
         self._groups: dict[str, Exchange] = {}
         self._delivered: dict[int, Future[object]] = {}
         self._idle: ReplicaModule | None = None  # whose next module `prepare` makes
+        # Hooks that forward registers have other numbers than those of the driver's module.
+        RemovableHandle.next_id = 1 << 62
         # The graph of the last request's forward, what may follow, and the seconds that this took.
         self._last = 0, Ahead(), 0.0
 

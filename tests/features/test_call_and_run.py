@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import assert_same_grads, assert_same_state, raised
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from raydp_parallel import DataParallel, Executor, TransferError
 
@@ -172,6 +173,23 @@ def test_a_function_gives_what_it_gives_here(
     for name, parameter in plain.named_parameters():
         grad = model.module.get_parameter(name).grad  # row B3: what was not used gets zeros
         close(torch.zeros_like(grad) if parameter.grad is None else parameter.grad, grad)
+
+
+def test_a_function_registers_hooks_beside_the_program_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch numbers hooks in each process, and those of two would have the same numbers."""
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    net, x = nn.Linear(3, 2), torch.ones(4, 3)
+    for _ in range(20):
+        net.register_forward_hook(lambda _module, _args, out: out * 1.5)
+
+    def run(net: nn.Module, x: Tensor) -> Tensor:
+        with net.register_forward_hook(lambda _module, _args, out: out + 1):
+            return net(x)  # type: ignore[no-any-return]
+
+    with Executor(["cpu", "cpu"]) as executor:
+        model = DataParallel(net, executor=executor)
+        torch.testing.assert_close(model.run(run, x), net(x) + 1)
+        torch.testing.assert_close(model(x), net(x))
 
 
 def test_an_exception_of_a_method(pair: tuple[Any, Net]) -> None:
