@@ -123,7 +123,7 @@ class Starter:
         """Start an actor. Its name ends in a number if there is another of that name."""
         needs = booked(place.kind, self._options)
         early = {**(threads.MALLOC if place.kind == "cpu" else {}), **environment()}
-        options: dict[str, object] = {"runtime_env": {"env_vars": early}} if early else {}
+        options: dict[str, object] = {"runtime_env": {"env_vars": early}}
         options["num_cpus"] = needs.pop("CPU", 0)
         options["num_gpus"] = needs.pop("GPU", 0)
         options["resources"] = needs

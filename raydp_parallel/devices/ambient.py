@@ -59,18 +59,19 @@ VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
+    "PYTHONHASHSEED",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-"""Variables of the environment that control how a process computes on a GPU. A replica inherits
-those of its node, which may differ from the driver's, so it is given the driver's."""
+"""Variables of the environment that control how a process computes. A replica inherits those of its
+node, which may differ from the driver's, so it is given the driver's."""
 
 
 def environment() -> dict[str, str]:
     """The variables among `VARIABLES`, and NCCL's, that are set in this process, for a replica that
-    starts.
+    starts. Sets of strings have one order in all of them.
     """
-    chosen = os.environ.items()
+    chosen = ({"PYTHONHASHSEED": "0"} | os.environ).items()
     return {name: one for name, one in chosen if name in VARIABLES or name.startswith("NCCL_")}
 
 

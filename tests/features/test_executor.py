@@ -74,6 +74,13 @@ def test_replicas_are_described(two: Executor) -> None:
 
 
 @pytest.mark.ray
+def test_sets_of_strings_have_one_order_in_all_replicas(two: Executor) -> None:
+    """That of their hashes, which Python draws anew for each process that is not told."""
+    model = DataParallel(linear(), executor=two)
+    assert len({*model.run(lambda _net, _x: hash("a string"), batch())}) == 1
+
+
+@pytest.mark.ray
 def test_close_ends_the_processes(two: Executor) -> None:
     """Others go on. Ray does not take the end for an accident, and says nothing in red."""
     with Executor(TWO) as executor:
