@@ -43,7 +43,7 @@ from raydp_parallel.driver import batch_inference, forward, loss, optimizer
 from raydp_parallel.driver.executor import Executor, shared
 from raydp_parallel.driver.forward import Called
 from raydp_parallel.driver.loss import LossCall
-from raydp_parallel.errors import log, warn
+from raydp_parallel.errors import warn
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options
@@ -130,10 +130,8 @@ class DataParallel(nn.DataParallel[T]):
                 "DataParallel: the module is on the meta device, where parameters have no values: "
                 "call module.to_empty(device='cpu'), and load its weights, before it is wrapped"
             )
-        if place is not None:
-            log.info("DataParallel: one device of this process: the module runs in place")
-            if place.type == "cuda":
-                module.to(place)
+        if place is not None and place.type == "cuda":
+            module.to(place)
 
     @property
     def _place(self) -> torch.device | None:

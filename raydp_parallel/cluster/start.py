@@ -123,10 +123,9 @@ class Starter:
         """Start an actor. Its name ends in a number if there is another of that name."""
         needs = booked(place.kind, self._options)
         early = {**(threads.MALLOC if place.kind == "cpu" else {}), **environment()}
-        options: dict[str, object] = {"runtime_env": {"env_vars": early}}
+        options: dict[str, object] = {"runtime_env": {"env_vars": early}, "resources": needs}
         options["num_cpus"] = needs.pop("CPU", 0)
         options["num_gpus"] = needs.pop("GPU", 0)
-        options["resources"] = needs
         options["scheduling_strategy"] = ray_api.strategy(*hold)
         end = f"~{number}" if number > 1 else ""
         name = f"raydp:{self._name}:{index}@{place.device}{end}"

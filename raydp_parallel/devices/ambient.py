@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda")  # that have an autocast
 
 
 class CallContext(NamedTuple):
@@ -154,8 +154,7 @@ _READS = [read for read, _ in FLAGS.values()]
 
 
 def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
-    on = map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)
-    return tuple(zip(on, map(torch.get_autocast_dtype, _AUTOCAST_DEVICES), strict=True))
+    return tuple([(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _DEVICES])
 
 
 def capture() -> CallContext:
@@ -189,7 +188,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad))
-        for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
+        for device, (enabled, dtype) in zip(_DEVICES, context.autocast, strict=True):
             on = enabled and (device == "cpu" or torch.cuda.is_initialized())
             stack.enter_context(torch.autocast(device, dtype, on, context.autocast_cache))
         stack.enter_context(torch.autograd.set_detect_anomaly(*context.anomaly))

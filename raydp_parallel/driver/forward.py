@@ -278,8 +278,7 @@ class Forward:
                 # The weights have arrived: who fails now has left no group, but for layers'.
                 self.flight.grouped = self.flight.together
                 dispatcher.totals.forwards += 1
-                masters = {call.master for call in self.calls if call.makes is not None}
-                overlays = {master: master.overlay() for master in masters}
+                overlays = {c.master: c.master.overlay() for c in self.calls if c.makes is not None}
                 for call in self.calls:
                     call.overlay = overlays.get(call.master)
                 # Also where another chunk raises: upstream's replica 0 wrote to the master itself
