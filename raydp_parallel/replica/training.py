@@ -155,9 +155,9 @@ class ReplicaTraining:
         self._optimizers = {}
         row = [t.detach().clone() for t in request.optimizers.tensors]
         for number, one in request.optimizers.load(row).items():
-            kind, keywords, (own, *groups), state, attributes = one
+            kind, keywords, told, state, attributes = one
             params: dict[int, nn.Parameter] = {}
-            for group in groups:
+            for group in told[1:]:
                 on_host = not (group.get("capturable") or group.get("fused"))
                 for tag in group["params"]:
                     # The module's memory and version, in an object of its own.
@@ -168,10 +168,9 @@ class ReplicaTraining:
                     if isinstance(step, Tensor) and on_host:  # as torch's own loading does
                         state[tag]["step"] = step.cpu()
                 group["params"] = [params[tag] for tag in group["params"]]
-            optimizer = kind([{**group} for group in groups], **keywords)
-            vars(optimizer).update(own)
-            for made, group in zip(optimizer.param_groups, groups, strict=True):
-                made.update(group)  # the constructor may have changed its copy
+            optimizer = kind([{**group} for group in told[1:]], **keywords)
+            for made, values in zip((vars(optimizer), *optimizer.param_groups), told, strict=True):
+                made.update(values)  # the constructor may have changed its copies
             optimizer.state.update((params.get(n, n), held) for n, held in state.items())
             self._optimizers[number] = optimizer, {p: tag for tag, p in params.items()}
 

@@ -97,8 +97,7 @@ class Master:
     @property
     def device(self) -> torch.device:
         """The device of the module."""
-        first = next(iter(self.records.values()), None)
-        return torch.device("cpu") if first is None else first.tensor.device
+        return next((one.tensor.device for one in self.records.values()), torch.device("cpu"))
 
     def tag(self, tensor: Tensor) -> int | None:
         """Return the tag of a tensor; None if the module does not have it."""

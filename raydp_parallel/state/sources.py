@@ -37,13 +37,12 @@ _MARKS = {"site-packages", "dist-packages", "thirdparty_files"}  # the last one 
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _INSTALLED += [*site.getsitepackages(), site.getusersitepackages()]
 _INSTALLED += [*map(os.path.realpath, _INSTALLED), os.path.dirname(os.path.dirname(__file__))]
+_FOLDERS = tuple(folder + os.sep for folder in _INSTALLED)
 
 
 def _is_installed(path: str) -> bool:
     """Tell if a file is Python's, this package's or an installed package's."""
-    if not _MARKS.isdisjoint(path.split(os.sep)):
-        return True
-    return any(path.startswith(folder + os.sep) for folder in _INSTALLED)
+    return path.startswith(_FOLDERS) or not _MARKS.isdisjoint(path.split(os.sep))
 
 
 # In the driver.
@@ -119,11 +118,8 @@ def current() -> Sources:
     found = [path for path in sys.path if isinstance(path, str)]
     paths = tuple(dict.fromkeys([p if p[:1] == os.sep else os.path.abspath(p) for p in found]))
     if len(sys.modules) != _loaded or paths != _latest.paths or not all(as_it_was):
-        modules = {}
-        for name in [*sys.modules]:
-            source = None if name in ("__main__", "__mp_main__") else _source(name)
-            if source is not None:
-                modules[name] = source
+        names = [name for name in [*sys.modules] if name not in ("__main__", "__mp_main__")]
+        modules = {name: source for name in names if (source := _source(name)) is not None}
         _latest, _loaded = Sources(paths, modules), len(sys.modules)
     return _latest
 
@@ -187,6 +183,4 @@ def follow(sources: Sources) -> None:
                 "Ray's runtime_env or PYTHONPATH has it first. Let both find one, or rename it"
             )
         _FINDER.modules[name] = source
-    for path in sources.paths:
-        if path not in sys.path:
-            sys.path.append(path)
+    sys.path += [path for path in sources.paths if path not in sys.path]
