@@ -64,11 +64,9 @@ class Layout:
         """Show the tensors in a flat run of bytes, on whatever device it lies."""
         whole = {dtype: memory.view(dtype) for dtype in {spec.dtype for spec in self.specs}}
         begin = memory.storage_offset()
-        found = []
-        for spec, offset in zip(self.specs, self.offsets, strict=True):
-            at = (begin + offset) // spec.dtype.itemsize
-            found.append(whole[spec.dtype].as_strided(spec.shape, spec.stride, at))
-        return found
+        pairs = zip(self.specs, self.offsets, strict=True)
+        rows = [(spec, (begin + offset) // spec.dtype.itemsize) for spec, offset in pairs]
+        return [whole[spec.dtype].as_strided(spec.shape, spec.stride, at) for spec, at in rows]
 
 
 @functools.lru_cache(maxsize=512)

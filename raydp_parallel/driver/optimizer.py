@@ -67,10 +67,7 @@ class InReplicas(OptimizerState):
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Let the replicas make a step, and go on; its error comes with the next call."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._resident.step(self)
         return loss
 

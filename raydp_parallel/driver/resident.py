@@ -302,9 +302,8 @@ class Resident:
             if tag is None or grad is None:
                 continue
             if one is None or (stand := one.stand) is None or stand.touched:
-                here = grad.detach()
                 # A death may have a step sent again, when the program has written there.
-                given[tag] = here.clone() if norm is None else here
+                given[tag] = grad.detach().clone() if norm is None else grad.detach()
             elif stand.zeroed or not (one.chunks or one.missed):
                 given[tag] = None
             else:
