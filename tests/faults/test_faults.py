@@ -15,8 +15,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from harness import Apply, ended, kill, limited, made_of, ones, raised
-from mortal import arm, fate
+from harness import Apply, ended, kill, limited, raised
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, GraphLost, ReplicaDied, StateChanged
@@ -54,33 +53,6 @@ def test_a_call_does_not_wait_for_the_new_process(
     assert killable.stats().replicas[1].calls == before.replicas[1].calls + 1
 
 
-@made_of(weight=ones(1), calls=nn.Buffer(torch.zeros((), dtype=torch.int64)))
-def noisy(net: Any, x: Tensor, folder: str) -> Tensor:
-    """Warns, counts its calls in a buffer, and its process may end in backward."""
-    net.calls += 1
-    warnings.warn(f"chunk {int(x[0])}", stacklevel=1)
-    out, chunk = x * net.weight, int(x[0])
-    out.register_hook(lambda grad: fate(folder, f"backward {chunk}"))
-    return out
-
-
-@pytest.mark.long
-def test_effects_take_place_once(killable: Executor, tmp_path: Path) -> None:
-    """Of a forward that ran twice."""
-    model = DataParallel(noisy(), executor=killable)
-    before = sum(r.rows for r in killable.stats().replicas)
-    arm(tmp_path, "backward 0", "backward 1")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model(torch.arange(2.0), str(tmp_path)).sum().backward()
-    assert sorted(str(w.message) for w in caught) == ["chunk 0", "chunk 1"]
-    assert model.module.calls.item() == 1
-    assert model.module.weight.grad is not None and model.module.weight.grad.item() == 1
-    assert sum(r.rows for r in killable.stats().replicas) == before + 2
-    killable.grow()
-    assert [held for _, held in killable.flush()] == [0, 0]
-
-
 CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
     "parameter 'weight'": lambda net, x: net.weight.mul_(2),
     "requires_grad": lambda net, x: net.bias.requires_grad_(False),
@@ -112,7 +84,8 @@ def test_a_graph_of_another_state_is_not_made(how: str, killable: Executor) -> N
 
 
 def spoil(net: Any, x: Tensor, spoils: bool = False) -> Tensor:
-    """Writes to a large sparse tensor, which nothing but a message can bring back."""
+    """Warns; writes to a large sparse tensor, which nothing but a message can bring back."""
+    warnings.warn("ran", stacklevel=1)
     if spoils:
         net.large.mul_(2.0)
     out: Tensor = net.layer(x)
@@ -120,13 +93,19 @@ def spoil(net: Any, x: Tensor, spoils: bool = False) -> Tensor:
 
 
 def test_a_graph_is_made_again_where_a_map_has_written(killable: Executor) -> None:
-    """The replica that makes it says that it lacks contents, and gets them."""
+    """The replica that makes it says that it lacks contents, and gets them. A forward that ran
+    twice has warned once, and its rows count once.
+    """
     net = Apply(spoil, layer=nn.Linear(4, 2), large=torch.eye(600).to_sparse())
     model = DataParallel(net, executor=killable)
-    loss = model(torch.ones(4, 4)).sum()
-    assert len([*model.map([(torch.ones(4, 4), True)] * 2)]) == 2
-    kill(killable, 1)
-    loss.backward()
+    with pytest.warns(UserWarning, match="ran") as caught:
+        loss = model(torch.ones(4, 4)).sum()
+        assert len([*model.map([(torch.ones(4, 4), True)] * 2)]) == 2
+        said, rows = len(caught), [one.rows for one in killable.stats().replicas]
+        kill(killable, 1)
+        loss.backward()
+    assert len(caught) == said and [one.rows for one in killable.stats().replicas] == rows
+    assert [graphs for _, graphs in killable.flush()][:1] == [0]
     assert torch.equal(net.layer.weight.grad, torch.full((2, 4), 4.0))
 
 

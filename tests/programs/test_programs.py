@@ -188,27 +188,6 @@ def test_encoding_parallel_loss(how: str) -> None:
     same_on_both(use)
 
 
-@made_of(visual=(4, 3), text=(4, 3))
-def clip(net: Any, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """Two towers."""
-    return (net.visual(image) * net.text(text)).sum(1)
-
-
-def test_clip_encodes_images_in_parallel() -> None:
-    """The part and the whole are used in turn, and both get gradients."""
-
-    def use(base: Any, ids: Any) -> Any:
-        model, (x, _) = base(clip(), ids), data(7)
-        inputs, kwargs = model.scatter((x,), {}, ids)
-        replicas = model.replicate(model.module.visual, ids[: len(inputs)])
-        outputs = model.parallel_apply(replicas, inputs, kwargs)
-        encoded = model.gather(outputs, model.output_device)
-        (encoded.square().sum() + model(x, -x).sum()).backward()
-        return [model], encoded
-
-    same_on_both(use)
-
-
 class OurPassthrough(DataParallel[Any]):
     """Attributes that the wrapper has not got are the module's."""
 
