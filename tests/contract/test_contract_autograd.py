@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import raydp_parallel
 from raydp_parallel import DataParallel, Options, gather, scatter, scatter_kwargs
+from raydp_parallel.errors import TransferError
 
 TWICE = "Trying to backward through the graph a second time"
 IN_PLACE = "modified by an inplace operation"
@@ -153,6 +154,13 @@ def test_B1_gradients_of_nested_and_keyword_inputs(model):
     a, b, scale = leaf(5, 3), leaf(5, 3), leaf(5, 1)
     model((a, {"b": b, "n": 3}), extra={"scale": scale}).square().sum().backward()
     return a.grad, b.grad, scale.grad
+
+
+@alike(made_of(gain=ones())(lambda net, x, a, b: x * net.gain * a * b.exp()), upstream=False)
+def test_B1_a_parameter_that_is_an_input_too(model):
+    """It stands three times among a chunk's leaves, and gets the sum of its gradients."""
+    (gain,) = model.parameters()
+    model(data(4, 3), gain, gain).sum().backward()
 
 
 @alike(lambda: nn.Linear(3, 2, dtype=torch.complex64), upstream=False)  # it refuses such views
@@ -760,6 +768,24 @@ def test_B12_failed_backward_leaves_nothing_behind(model):
     x.grad = None
     b.sum().backward()
     return x.grad
+
+
+def test_B12_what_fails_keeps_neither_graph_nor_model(quiet_gc):
+    """A differentiable pass before all outputs had gradients; an argument that cannot be sent."""
+    model, x = wrap(mlp()), leaf(4, 3)
+    alive, before = weakref.ref(model.module), graphs(model)
+    first, second = model.call("forward", x, gather=False)
+    first.register_hook(fails)
+    with pytest.raises(KeyError, match="no gradient today"):
+        torch.autograd.grad((first + second.square()).sum(), x, create_graph=True)
+    del first, second
+    torch.ones((), requires_grad=True).backward()  # torch drops what it still had to do
+    gc.collect()
+    assert graphs(model) == before
+    with pytest.raises(TransferError):
+        model(x, (i for i in range(3)))
+    del model
+    assert alive() is None
 
 
 @alike(

@@ -35,8 +35,7 @@ class Net(nn.Module):
 
 SCRIPT = """
 import sys, ray, torch
-from raydp_parallel import DataParallel, Options
-from raydp_parallel.driver.executor import shared
+from raydp_parallel import DataParallel
 from nets_of_two import Net
 import inner.net
 
