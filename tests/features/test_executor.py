@@ -81,6 +81,15 @@ def test_sets_of_strings_have_one_order_in_all_replicas(two: Executor) -> None:
 
 
 @pytest.mark.ray
+def test_entries_are_kept_by_ray() -> None:
+    """By name, for whoever looks at the cluster."""
+    ray_api.put_entry("some executor", "its entry")
+    assert "its entry" in ray_api.entries(ray.get_runtime_context().gcs_address)
+    ray_api.delete_entry("some executor")
+    assert "its entry" not in ray_api.entries(ray.get_runtime_context().gcs_address)
+
+
+@pytest.mark.ray
 def test_close_ends_the_processes(two: Executor) -> None:
     """Others go on. Ray does not take the end for an accident, and says nothing in red."""
     with Executor(TWO) as executor:
