@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,26 +33,13 @@ class Training:
         return loss.item()
 
 
-def save_file(training: Training, folder: Path) -> None:
-    """By `torch.save`."""
-    found = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-    torch.save(found, folder / "checkpoint.pt")
-
-
-def load_file(training: Training, folder: Path) -> None:
-    """Nothing but tensors and plain containers is in it."""
-    found = torch.load(folder / "checkpoint.pt", weights_only=True)
-    training.model.load_state_dict(found["model"])
-    training.optimizer.load_state_dict(found["optimizer"])
-
-
-def save_distributed(training: Training, folder: Path) -> None:
+def save(training: Training, folder: Path) -> None:
     """By `torch.distributed.checkpoint`."""
     model, optimizer = get_state_dict(training.model, training.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
 
 
-def load_distributed(training: Training, folder: Path) -> None:
+def load(training: Training, folder: Path) -> None:
     """It loads into the tensors that are there."""
     model, optimizer = get_state_dict(training.model, training.optimizer)
     found = {"model": model, "optimizer": optimizer}
@@ -63,14 +49,7 @@ def load_distributed(training: Training, folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("save", "load"),
-    [(save_file, load_file), (save_distributed, load_distributed)],
-    ids=["torch.save", "distributed"],
-)
-def test_X1_training_goes_on_from_a_checkpoint(
-    save: Callable[[Training, Path], None], load: Callable[[Training, Path], None], tmp_path: Path
-) -> None:
+def test_X1_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """In the replicas that have run the model, and in others, to the bit."""
     undisturbed = Training(0)
     for number in range(3):
