@@ -72,16 +72,7 @@ def parity(
     upstream: bool = True,
     **kwargs: Any,
 ) -> Trio:
-    """Do the same with each of the three models; results, gradients and state must agree.
-
-    Args:
-        module: The module.
-        use: Called with each model; what it returns is compared.
-        replicas: How many.
-        plain: Whether the plain module does so too.
-        upstream: Whether upstream does.
-        kwargs: For the wrappers.
-    """
+    """Do the same with each of the three models; results, gradients and state must agree."""
     models = trio(module, replicas, **kwargs)
     expected = [*([models.theirs] if upstream else []), *([models.plain] if plain else [])]
     _numbers.manual_seed(1)

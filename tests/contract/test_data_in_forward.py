@@ -5,9 +5,12 @@ parameter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from harness import assert_same_state, raised, trio
+from harness import assert_same_state, made_of, raised, trio
 from random_nets import Checkpointed
 from torch import Tensor, nn
 from torch.ao import quantization
@@ -85,10 +88,20 @@ def test_R6_torch_s_observers_resize_their_buffers() -> None:
         assert_same_state(ours, theirs)
 
 
+@made_of(layer=(3, 3), seen=nn.Buffer(torch.zeros(20_000)))
+def counting(net: Any, x: Tensor) -> Tensor:
+    """Counts its calls in a buffer that is no small one, and then looks at it."""
+    net.seen.add_(1)
+    return net.layer(x).tanh() * net.seen.data[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [lambda: Replaces("buffer"), counting])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_B10_replaced_in_a_checkpoint(reentrant: bool) -> None:
-    """It is replaced twice per step, as upstream."""
-    ours, theirs, _ = trio(Checkpointed(Replaces("buffer"), reentrant), 2)
+def test_B10_replaced_in_a_checkpoint(reentrant: bool, make: Callable[[], nn.Module]) -> None:
+    """It is replaced twice per step, as upstream. What a buffer was when it was looked at is not
+    what it was before it was written to.
+    """
+    ours, theirs, _ = trio(Checkpointed(make(), reentrant), 2)
     for _ in range(2):
         x = torch.randn(4, 3, requires_grad=True)
         for model in (ours, theirs):

@@ -102,21 +102,6 @@ def test_B10_what_an_older_checkpoint_writes_replaces_nothing(reentrant: bool) -
         assert norm.num_batches_tracked.item() == count
 
 
-@made_of(layer=(3, 3), seen=nn.Buffer(torch.zeros(20_000)))
-def counting(net: Any, x: Tensor) -> Tensor:
-    """Counts its calls in a buffer that is no small one, and then looks at it."""
-    net.seen.add_(1)
-    return net.layer(x).tanh() * net.seen.data[0]  # type: ignore[no-any-return]
-
-
-def test_B10_a_buffer_that_is_looked_at_once_it_was_written_to() -> None:
-    """What it was when it was looked at is not what it was before."""
-    ours, theirs, _ = trio(Checkpointed(counting(), reentrant=True), 2)
-    for model in (ours, theirs):
-        model(torch.ones(4, 3, requires_grad=True)).sum().backward()
-    assert_same_state(ours, theirs)
-
-
 def shrinking(net: Any, x: Tensor) -> Tensor:
     """Shrinks its weights by ``.data`` where they are too large, and uses one of them."""
     for layer in (net.layer, net.other):
