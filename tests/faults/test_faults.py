@@ -105,7 +105,6 @@ def test_a_graph_is_made_again_where_a_map_has_written(killable: Executor) -> No
         kill(killable, 1)
         loss.backward()
     assert len(caught) == said and [one.rows for one in killable.stats().replicas] == rows
-    assert [graphs for _, graphs in killable.flush()][:1] == [0]
     assert torch.equal(net.layer.weight.grad, torch.full((2, 4), 4.0))
 
 
