@@ -160,9 +160,10 @@ def wait_for_readers(reading: torch.cuda.Stream | None, waited: torch.cuda.Strea
     """Wait for all streams that read windows of models, and for one that reads another window, but
     for one that was waited for.
     """
-    streams = {one for one in (*_readers, reading) if one is not None and one != waited}
+    streams = {*_readers, reading} - {waited, None}  # torch says of no stream that it is not None
     _readers.clear()
     for stream in streams:
+        assert stream is not None
         with contextlib.suppress(RuntimeError):  # one that has failed reads nothing any more
             stream.synchronize()
 
