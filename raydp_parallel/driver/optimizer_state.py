@@ -95,6 +95,7 @@ class OptimizerState(torch.optim.Optimizer):
 def _same(one: object, other: object) -> bool:
     if one is other:  # nothing that can be written to: copies are compared
         return True
+    # Those of replicas come on the CPU.
     (one, row), (other, others) = parcel(one, "group"), parcel(other, "group")
-    kinds, others_kinds = [[(t.device, t.dtype) for t in tensors] for tensors in (row, others)]
-    return (one, kinds) == (other, others_kinds) and all(map(same, row, others))
+    pairs = zip(row, others, strict=False)
+    return one == other and all([a.dtype == b.dtype and same(a.cpu(), b.cpu()) for a, b in pairs])
