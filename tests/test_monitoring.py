@@ -168,7 +168,7 @@ def test_the_reporter_and_the_commands(
     place = (fake.recorder.name, "0", "cuda:0", "a1b2")
     assert cluster.sums[("raydp_samples", *place)] == 360
     assert cluster.sums[("raydp_replica_info", *place, "NVIDIA H100 80GB HBM3", "4711")] == 0
-    assert not cluster.entries
+    assert fake.recorder.name not in cluster.entries  # others of this process may write theirs
 
 
 def test_commands_fail_with_one_line(
