@@ -204,8 +204,10 @@ class Resident:
             self._error = error
 
     def fetch_departing(self, tags: Collection[int]) -> None:
-        """Bring all that only replicas have of parameters that leave."""
-        self.pull_all()
+        """Bring all that only replicas have of parameters that leave; their optimizers are made
+        anew.
+        """
+        self.recall()
         self.gradients.fetch_departing(tags)
 
     @ambient.uncompiled

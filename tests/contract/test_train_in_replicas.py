@@ -600,7 +600,9 @@ def test_T2_a_death_in_the_step_before_an_edit(
     assert same(*results)
 
 
-def test_T2_a_death_after_a_layer_has_left(killable: Executor) -> None:
+def test_T2_a_death_after_a_layer_has_left(
+    killable: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its gradients of before the step are missed where they are used, and not by a forward."""
     model, optimizer = small(killable)
     advance(model, optimizer, 0)
@@ -609,6 +611,16 @@ def test_T2_a_death_after_a_layer_has_left(killable: Executor) -> None:
     with dying(killable, 0, "before"):
         model(torch.ones(8, 6))
     assert isinstance(raised(last.weight.grad.sum), GraphLost)
+    model, optimizer = small(killable)
+    advance(model, optimizer, 1)
+    model.sync()
+    model.module[2] = nn.Linear(8, 2)
+    optimizer.step()  # before a forward has seen it
+    lost = ReplicaSet.lost
+    monkeypatch.setattr(ReplicaSet, "lost", lambda s, *how: (lost(s, *how), s.grow(60)))
+    with dying(killable, 0, "before"):
+        found = model(torch.ones(8, 6))
+    torch.testing.assert_close(found, model.module(torch.ones(8, 6)))
 
 
 def test_T2_a_loader_that_uses_its_memory_again(killable: Executor) -> None:
