@@ -46,6 +46,8 @@ _CPU = torch.device("cpu")
 _LOOK = 0.05
 """Seconds between two looks whether the members of a group still live."""
 _names = itertools.count(1)
+LACKING = Answer(lacking=True)
+"""The answer of a replica that is gone: it lacks everything."""
 _MOST_DEATHS = 6
 _MOST_ALIKE = 2
 """Deaths of one chunk after which it is taken for their cause: of all, and by one cause of its own.
@@ -60,10 +62,11 @@ class RemoteGraph:
     slot: ReplicaSlot | None = None
     life: int = 0  # that of the slot's replica
     recipe: list[Call] | None = None  # the calls that make it again; None if it cannot be made
+    remade: bool = False  # these are on their way, and need no other
 
     def on(self, slot: ReplicaSlot) -> bool:
-        """Tell if a slot's replica has it."""
-        return self.slot is slot and self.life == slot.life and slot.ready
+        """Tell if a slot's replica has it, or is about to."""
+        return self.remade or (self.slot is slot and self.life == slot.life and slot.ready)
 
     def remade_by(self, slot: ReplicaSlot, phase: str) -> list[Call]:
         """Return the calls that make it again."""
@@ -162,7 +165,12 @@ class Flight:
     grouped: bool = False  # replicas exchange tensors meanwhile: they may wait for each other
     together: bool = False  # layers of the module do, so that no chunk can run again alone
     taking: Sums | None = None  # adds gradients as they come; answers have none then
+    on: Sequence[ReplicaSlot] = ()  # whose replicas run the calls, where no others may
     attempt: int = 0
+    # How members of a group are told not to wait, and after which seconds; by default all groups
+    # are closed, after those that a call may take.
+    leave: Callable[[], None] | None = None
+    limit: float | None = None
     sent: dict[int, Pending] = field(default_factory=dict)  # in this attempt, by chunk
     answers: dict[int, Answer] = field(default_factory=dict)  # by chunk
     taken: int = 0  # how many gradients were added
@@ -213,52 +221,60 @@ class Dispatcher:
                     continue
                 if flight.attempt:  # while batches of `map` are in flight, the program goes on
                     call.refuse_changed()
-                slot = call.slot
-                for graph in call.needs:
-                    if graph.slot is not None and graph.on(graph.slot):
-                        slot = graph.slot  # also one that stood in for its own
-                # A dead replica's chunk goes to another one, which may have a chunk of its own.
-                slot = self.replica_set.choose(slot, busy)
+                slot = flight.on[i] if flight.on else self._choose(call, busy)
                 if slot in busy:
                     continue  # its turn comes: a window holds one answer
                 busy[slot] = 1
                 prepared.append((i, slot, slot.life))
                 for graph in call.needs:
                     if not graph.on(slot):
-                        self.remake(graph, slot, call.phase)
+                        self.remake(graph, slot, call.phase, call.recipes.get(graph))
                 call.prepare(slot)
             for i, slot, life in prepared:  # see [Note: a call is data]
-                flight.sent[i] = self.send(slot, flight.calls[i], flight.attempt, life)
+                self.send(slot, flight, i, life)
         except BaseException:  # some may have been sent, and wait for the others
             if flight.grouped:
-                self.close_groups()
+                self._leave(flight)
             raise
         return flight
 
+    def _choose(self, call: Call, busy: dict[ReplicaSlot, int]) -> ReplicaSlot:
+        """Choose the slot whose replica runs a call."""
+        slot = call.slot
+        for graph in call.needs:
+            if graph.slot is not None and graph.on(graph.slot):
+                slot = graph.slot  # also one that stood in for its own
+        # A dead replica's chunk goes to another one, which may have a chunk of its own.
+        return self.replica_set.choose(slot, busy)
+
     def finish(self, flight: Flight) -> list[Answer]:
-        """Wait for all answers. Chunks of dead replicas run again."""
+        """Wait for all answers. Chunks of dead replicas run again; where no other may run them, the
+        answer is `LACKING`.
+        """
         answers, taking = flight.answers, flight.taking
         chunks = range(len(flight.calls))
         try:
             while True:
                 if flight.grouped:
-                    waiting = [flight.sent.get(i) for i in chunks if i not in answers]
-                    self.wait_or_leave(waiting, self.close_groups)
+                    self._wait_or_leave(flight)
                 # Answers are taken in the order of chunks; the slowest one decides anyway.
                 died = ""
-                for i in [*flight.sent]:
-                    pending = flight.sent.pop(i)  # which would hold the answer for as long
+                for i, pending in [*flight.sent.items()]:
                     answer = self.receive(pending)
-                    if answer is None:
-                        died = self._died(flight, i, pending)
-                    elif self._may_count(answer, pending):
+                    if answer is not None and self._may_count(answer, pending):
                         answers[i] = answer
+                    elif answer is None and not flight.on:
+                        died = self._died(flight, i, pending)
                     while taking is not None and flight.taken in answers:
                         taking.take(flight.taken, answers[flight.taken])
                         # What it still has would hold its memory.
                         rest = answers[flight.taken]._replace(rows=())
                         answers[flight.taken] = copied(rest) if rest.writes.tags else rest
                         flight.taken += 1
+                    if not flight.on:  # the answer would be held for as long
+                        del flight.sent[i], pending, answer
+                if flight.on:
+                    return [answers.get(i, LACKING) for i in chunks]
                 if died and flight.together:
                     raise ReplicaDied(
                         f"{died}. The chunks of a call with synchronised batch norm cannot run "
@@ -275,7 +291,7 @@ class Dispatcher:
                 flight.attempt += 1
                 self.start(flight)
         except BaseException:  # some may wait for others
-            if flight.grouped:
+            if flight.grouped and not flight.on:
                 self.close_groups()
             raise
 
@@ -299,19 +315,22 @@ class Dispatcher:
         while self.groups:
             self.groups.popitem()[1].close()
 
-    def wait_or_leave(
-        self, sent: Sequence[Pending | None], leave: Callable[[], None], limit: float | None = None
-    ) -> None:
+    def _leave(self, flight: Flight) -> None:
+        """Let the members of a group leave it."""
+        (flight.leave or self.close_groups)()
+
+    def _wait_or_leave(self, flight: Flight) -> None:
         """Wait until the members of a group have answered. If one of them dies, or was not reached,
-        or they take longer than the limit, by default that of calls, let the others leave: they may
-        wait for it.
+        or they take longer than they may, let the others leave: they may wait for it.
         """
-        until = time.monotonic() + (limit or self.replica_set.options.call_timeout or math.inf)
+        limit = flight.limit or self.replica_set.options.call_timeout or math.inf
+        until = time.monotonic() + limit
+        sent = [flight.sent.get(i) for i in range(len(flight.calls)) if i not in flight.answers]
         waited = [one for one in sent if one is not None and one.answer is None and one.lives]
         while not all([one.slot.client.has_answer(_LOOK / len(waited)) for one in waited]):
             lives = [one is not None and one.lives for one in sent]
             if not all(lives) or time.monotonic() > until:
-                leave()
+                self._leave(flight)
                 return
 
     def _died(self, flight: Flight, chunk: int, pending: Pending) -> str:
@@ -343,28 +362,28 @@ class Dispatcher:
                 exceptions.reraise(answer.failure, str(slot))
             self.replica_set.lost(slot, pending.life, "import", "its modules are not the driver's")
             return False
-        slot.answered.add(pending.call.phase)
+        if pending.call.phase != "join":  # in which nothing is imported
+            slot.answered.add(pending.call.phase)
         return True
 
-    def send(
-        self, slot: ReplicaSlot, call: Call, attempt: int = 0, life: int | None = None
-    ) -> Pending:
-        """Send a call to a slot, prepared for a life of it, if at all. If its replica is gone, what
-        is returned says so.
+    def send(self, slot: ReplicaSlot, flight: Flight, at: int, life: int) -> Pending:
+        """Send a call to a slot, prepared for a life of it. If its replica is gone, what is
+        returned says so.
         """
         self.settle(slot)
-        pending = Pending(slot, call, slot.life)
-        if not slot.ready or life not in (None, slot.life):
-            pending.gone = slot.cause
+        call = flight.calls[at]
+        pending = Pending(slot, call, life)
+        if not slot.ready or life != slot.life:
+            pending.gone, flight.sent[at] = slot.cause, pending
             return pending
-        request = call.request(slot, attempt)
+        request = call.request(slot, flight.attempt)
         forget: list[int] = []
         if isinstance(request, (ForwardRequest, BackwardRequest, Forget)):
             forget = [*slot.forget]  # finalizers of any thread add to them meanwhile
             if forget:
                 request = request._replace(forget=tuple(forget))
         try:
-            self.owed[slot] = pending
+            self.owed[slot] = flight.sent[at] = pending
             if call.makes is not None:  # from here on it is to be freed there: Ctrl-C may come
                 call.makes.move(slot)
             slot.client.send(request, self._limit(pending))  # [3] request
@@ -374,6 +393,7 @@ class Dispatcher:
         except BaseException:
             if slot.client.unsent is None:  # the replica knows nothing of it
                 self.owed.pop(slot, None)
+                flight.sent.pop(at, None)
                 if call.makes is not None:
                     call.makes.life = -1
             raise
@@ -431,13 +451,10 @@ class Dispatcher:
         died, or lacks what the call takes for granted.
         """
         slot = slot or call.slot
-        pending = self.send(slot, call, attempt)
-        answer = self.receive(pending)
-        if answer is None or not self._may_count(answer, pending):
-            return None
+        (answer,) = self.finish(self.start(Flight([call], on=[slot], attempt=attempt)))
         if answer.failure is not None:
             exceptions.reraise(answer.failure, str(slot))
-        return answer
+        return None if answer.lacking else answer
 
     def settle(self, slot: ReplicaSlot) -> None:
         """Take an answer that nobody has waited for yet: of a call that was interrupted, or of one
@@ -467,18 +484,13 @@ class Dispatcher:
         too, whoever needs it will see.
         """
         for call in recipe or graph.remade_by(slot, phase):
-            call.refuse_changed()
-            needs = [one for one in call.needs if one is not graph]
-            freed = [one for one in needs if one.slot is None]  # by torch
-            answer = None
+            freed = [one for one in call.needs if one.slot is None]  # by torch
+            answer, graph.remade = None, True
             try:
-                for one in needs:
-                    if not one.on(slot):
-                        self.remake(one, slot, call.phase, call.recipes.get(one))
                 while slot.ready and answer is None:  # it may lack something
-                    call.prepare(slot)
                     answer = self.ask(call, slot, 1)
             finally:
+                graph.remade = False
                 for one in freed:
                     one.drop()
                 if answer is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from raydp_parallel.cluster.replica_set import ReplicaSlot
-from raydp_parallel.driver.dispatcher import Call, Dispatcher, Group
+from raydp_parallel.driver.dispatcher import Call, Dispatcher, Flight, Group
 from raydp_parallel.errors import log
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.wire.messages import Seat
@@ -100,25 +100,31 @@ def _may_use_nccl(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> bool:
 
 def _join(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot], group: Group) -> bool:
     """Let replicas join a group, and try NCCL, if it uses that; tell if it works."""
-    begun, sent = time.monotonic(), []
-    for slot, seat in zip(slots, group.seats, strict=True):
-        seat = seat._replace(address=group.address)
-        sent.append(dispatcher.send(slot, Call(slot, "join", seat)))
-    dispatcher.wait_or_leave(sent, group.close, _TRIAL if group.nccl else None)
-    problem, died, late, until = "", "", "", time.monotonic() + _GRACE
-    for slot, pending in zip(slots, sent, strict=True):
-        left = max(0.0, until - time.monotonic())
-        if group.nccl and pending.gone is None and not slot.client.has_answer(left):
-            problem = f"{slot} hangs in NCCL. {_REMEDY}"
-            dispatcher.replica_set.lost(slot, pending.life, "join", problem)
-            dispatcher.receive(pending)
-        elif (answer := dispatcher.receive(pending)) is None:
-            died = f"{slot} died"
-        elif answer.failure is not None and answer.failure.name.endswith("Abandoned"):
+    begun, hanging = time.monotonic(), dict[ReplicaSlot, str]()
+
+    def leave() -> None:
+        group.close()
+        until = time.monotonic() + _GRACE
+        for slot in slots if group.nccl else ():
+            left = max(0.0, until - time.monotonic())
+            if slot.ready and not slot.client.has_answer(left):
+                hanging[slot] = f"{slot} hangs in NCCL. {_REMEDY}"
+                dispatcher.replica_set.lost(slot, slot.life, "join", hanging[slot])
+
+    seats = [seat._replace(address=group.address) for seat in group.seats]
+    calls = [Call(slot, "join", seat) for slot, seat in zip(slots, seats, strict=True)]
+    limit = _TRIAL if group.nccl else None
+    flight = Flight(calls, grouped=True, on=slots, leave=leave, limit=limit)
+    problem, died, late = "", "", ""
+    for slot, answer in zip(slots, dispatcher.finish(dispatcher.start(flight)), strict=True):
+        if answer.failure is None:
+            died = f"{slot} died" if answer.lacking and slot not in hanging else died
+        elif answer.failure.name.endswith("Abandoned"):
             late = answer.failure.text.splitlines()[-1]
-        elif answer.failure is not None:
+        else:
             problem = answer.failure.text.splitlines()[-1]
-    why = died or problem or late  # a death may be why another one hangs
+    # A death may be why another one hangs.
+    why = died or next(iter(hanging.values()), "") or problem or late
     if group.nccl and why:
         dispatcher.failed_joins += 1 if why == died else _MOST_JOINS
         rejoins = dispatcher.failed_joins < _MOST_JOINS

@@ -27,7 +27,7 @@ from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient, threads
 from raydp_parallel.driver import groups
-from raydp_parallel.driver.dispatcher import Call, Dispatcher, Pending, copied
+from raydp_parallel.driver.dispatcher import Call, Dispatcher, Flight, copied
 from raydp_parallel.driver.optimizer_state import OptimizerState, States
 from raydp_parallel.driver.remote_grad import Stand
 from raydp_parallel.driver.resident_gradients import Gradients, Sum
@@ -48,8 +48,7 @@ class _Plan:
 
     step: StepRequest  # but for what follows from the replicas that live as it is sent
     sums: list[Sum]  # that it sums
-    calls: list[Call] = field(default_factory=list)  # one for each member
-    sent: list[Pending | None] = field(default_factory=list)  # None where the replica was gone
+    flight: Flight = field(default_factory=lambda: Flight([]))  # one call for each member
 
 
 class Weights:
@@ -342,21 +341,12 @@ class Resident:
             number=self.weights.steps,
             threads=self._set.threads(len(slots)),
         )
-        plan.calls, plan.sent = [], []
+        calls = []
         for slot, seat in zip(slots, seats, strict=True):
-            plan.calls.append(Call(slot, "step", step._replace(exchange=seat)))
+            calls.append(Call(slot, "step", step._replace(exchange=seat)))
+        plan.flight = Flight(calls, grouped=len(slots) > 1, on=slots)
         self.weights.coming = plan
-        self._go_on(plan)
-
-    def _go_on(self, plan: _Plan) -> None:
-        """Send what Ctrl-C has left to send: members wait for each other."""
-        for call in plan.calls[len(plan.sent) :]:
-            dispatcher, slot = self._dispatcher, call.slot
-            pending = dispatcher.owed.get(slot)
-            if pending is None or pending.call is not call:
-                current = self.weights.current(slot)
-                pending = dispatcher.send(slot, call) if current else None
-            plan.sent.append(pending)
+        self._dispatcher.start(plan.flight)
 
     def collect(self) -> None:
         """Take the answers to the last step, and make it again if no replica could."""
@@ -382,18 +372,15 @@ class Resident:
                         "optimizer.step: the last step was not made, because a replica died in it, "
                         "and its gradients cannot be made again: repeat that step"
                     ) from error
-            self._go_on(plan)
-            if len(plan.calls) > 1:  # they may wait for each other
-                dispatcher.wait_or_leave(plan.sent, dispatcher.close_groups)
-            received = [(one, dispatcher.receive(one)) for one in plan.sent if one is not None]
-            # One that is gone has stepped alone, as the last thing it did.
-            answers = [(one, a) for one, a in received if a is not None and one.lives]
-            done = [one for one, a in answers if a.failure is None]
+            received, sent = dispatcher.finish(plan.flight), plan.flight.sent
+            # Ignore answers of replicas that died since.
+            answers = [(sent[i], a) for i, a in enumerate(received) if i in sent and sent[i].lives]
+            done = [one for one, a in answers if a.failure is None and not a.lacking]
             failed = [(one, a.failure, a.lacking) for one, a in answers if a.failure is not None]
             failed = [one for one in failed if not one[1].name.endswith("Abandoned")]
             # An exception of all that could read the step: what they did is the step.
             done = done or [one for one, _, lacking in failed if not lacking]
-            if len(done) < len(plan.calls):
+            if len(done) < len(received):
                 dispatcher.close_groups()
             if done or failed:
                 break
@@ -412,8 +399,8 @@ class Resident:
                 weights.version_at[one.slot] = one.life, weights.steps + 1, weights.recalls
             # Ctrl-C may come at each call: the step counts last, when all else knows it.
             weights.steps, weights.coming = weights.steps + 1, None
-            for call in plan.calls:
-                weights.supply(call.slot)  # at once, while somebody has the step
+            for slot in plan.flight.on:
+                weights.supply(slot)  # at once, while somebody has the step
         for one, failure, _ in failed:
             exceptions.reraise(failure, str(one.slot))
         return next(a.rows[0] for _, a in answers if a.failure is None)
