@@ -12,8 +12,10 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.clients import Gone
 from raydp_parallel.devices import cuda
 from raydp_parallel.driver import groups
+from raydp_parallel.driver.dispatcher import Dispatcher
 from raydp_parallel.wire import codec, group
 from raydp_parallel.wire.messages import Seat
 
@@ -72,17 +74,20 @@ model(torch.ones(4, 2)).sum().backward()
 
 def test_replicas_that_hang_in_nccl_share_one_deadline(caplog: pytest.LogCaptureFixture) -> None:
     """And the warning says what may help."""
-    clock, dispatcher = [0.0], mock.Mock(failed_joins=0)
-    dispatcher.send.return_value.gone = dispatcher.receive.return_value = None
+    clock, dispatcher = [0.0], Dispatcher(mock.Mock())
+    dispatcher.replica_set.options.call_timeout = None
+    dispatcher.replica_set.recorder.called = mock.Mock()
 
     def has_answer(seconds: float) -> None:
         clock[0] += seconds
 
     seats = [Seat("one", rank, 8, 1.0) for rank in range(8)]
-    slots: Any = [mock.Mock(**{"client.has_answer": has_answer}) for _ in seats]
-    with mock.patch.object(groups, "time", mock.Mock(monotonic=lambda: clock[0])):
+    client = {"has_answer": has_answer, "unsent": 0, "receive.side_effect": Gone}
+    slots: Any = [mock.Mock(client=mock.Mock(**client), forget=[]) for _ in seats]
+    with mock.patch("time.monotonic", lambda: clock[0]):
         assert not groups._join(dispatcher, slots, mock.Mock(seats=seats))
-    assert (dispatcher.replica_set.lost.call_count, clock[0]) == (8, groups._GRACE)
+    lost = {call.args[0] for call in dispatcher.replica_set.lost.call_args_list}
+    assert lost == {*slots} and clock[0] == pytest.approx(groups._TRIAL + groups._GRACE, abs=0.1)
     assert "NCCL_SOCKET_IFNAME" in caplog.text
 
 
