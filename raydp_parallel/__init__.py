@@ -25,20 +25,20 @@ from raydp_parallel.errors import StateLost as StateLost
 from raydp_parallel.errors import TransferError as TransferError
 
 if TYPE_CHECKING:
-    from raydp_parallel.batch import ChunkRefs as ChunkRefs
     from raydp_parallel.batch import gather as gather
     from raydp_parallel.batch import register_batch_type as register_batch_type
     from raydp_parallel.batch import scatter as scatter
     from raydp_parallel.batch import scatter_kwargs as scatter_kwargs
     from raydp_parallel.driver.executor import Executor as Executor
     from raydp_parallel.driver.executor import shutdown as shutdown
+    from raydp_parallel.extras.chunk_refs import ChunkRefs as ChunkRefs
+    from raydp_parallel.extras.sync_batch_norm import (
+        convert_sync_batchnorm as convert_sync_batchnorm,
+    )
     from raydp_parallel.functional import parallel_apply as parallel_apply
     from raydp_parallel.functional import replicate as replicate
     from raydp_parallel.monitoring.stats import ExecutorStats as ExecutorStats
     from raydp_parallel.options import Options as Options
-    from raydp_parallel.replica.sync_batch_norm import (
-        convert_sync_batchnorm as convert_sync_batchnorm,
-    )
     from raydp_parallel.wrapper import DataParallel as DataParallel
     from raydp_parallel.wrapper import data_parallel as data_parallel
 
@@ -50,8 +50,9 @@ _MODULES = {
     "options": ("Options",),
     "monitoring.stats": ("ExecutorStats",),
     "functional": ("replicate", "parallel_apply"),
-    "batch": ("scatter", "scatter_kwargs", "gather", "register_batch_type", "ChunkRefs"),
-    "replica.sync_batch_norm": ("convert_sync_batchnorm",),
+    "batch": ("scatter", "scatter_kwargs", "gather", "register_batch_type"),
+    "extras.chunk_refs": ("ChunkRefs",),
+    "extras.sync_batch_norm": ("convert_sync_batchnorm",),
 }
 
 __all__ = [*itertools.chain(*_MODULES.values())]

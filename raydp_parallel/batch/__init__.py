@@ -1,8 +1,7 @@
 """Scatter and gather of nested values: pure functions in the driver, with torch's own autograd."""
 
-from raydp_parallel.batch.chunk_refs import ChunkRefs as ChunkRefs
-from raydp_parallel.batch.chunk_refs import numbered as numbered
-from raydp_parallel.batch.chunk_refs import resolved as resolved
+from raydp_parallel.batch.by_reference import numbered as numbered
+from raydp_parallel.batch.by_reference import resolved as resolved
 from raydp_parallel.batch.containers import Function as Function
 from raydp_parallel.batch.containers import Keywords as Keywords
 from raydp_parallel.batch.containers import is_made_anew as is_made_anew

@@ -1,5 +1,5 @@
-"""Groups of replicas that exchange tensors: in the layers of synchronised batch norm, in the steps
-of an optimizer in the replicas, and, if each has a GPU of its own, weights and gradients.
+"""Groups of replicas that exchange tensors: in layers that ask for it, in the steps of an optimizer
+in the replicas, and, if each has a GPU of its own, weights and gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call, Dispatcher, Flight, Group
 from raydp_parallel.errors import log
-from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
+from raydp_parallel.wire.group import exchanging_layers
 from raydp_parallel.wire.messages import Seat
 
 _PATIENCE = 300.0
@@ -33,11 +33,12 @@ _LEAST = 1 << 20
 
 def have_layers(chunks: Sequence[nn.Module], slots: Sequence[ReplicaSlot]) -> bool:
     """Tell if layers exchange tensors, of the modules of chunks for some slots."""
-    if len(chunks) < 2 or not SyncBatchNorm.made:
+    if len(chunks) < 2 or not exchanging_layers:
         return False
     modules = {id(module): module for module in chunks}
     parts = [part for module in modules.values() for part in module.modules()]
-    if not any(isinstance(part, SyncBatchNorm) and part.exchanges for part in parts):
+    known = exchanging_layers.items()
+    if not any(isinstance(part, kind) and does(part) for kind, does in known for part in parts):
         return False
     if len(modules) > 1:
         raise ValueError("synchronised batch norm: apply each module alone")

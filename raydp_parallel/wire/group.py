@@ -23,7 +23,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -334,6 +334,11 @@ class Exchange:
 
 current: Exchange | None = None
 """The group of the call that this process runs just now; None if a chunk runs without others."""
+
+exchanging_layers: dict[type, Callable[..., bool]] = {}
+"""The classes of layers that use it, each with a function that tells if a layer does so now. One is
+entered with its first layer in this process: from then on models are searched for it.
+"""
 
 
 def summable(

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
 from raydp_parallel.driver.dispatcher import Dispatcher
 from raydp_parallel.errors import ReplicaDied
+from raydp_parallel.extras.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.functional import parallel_apply, replicate
-from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 
 
 class Net(nn.Module):

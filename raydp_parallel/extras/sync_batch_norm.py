@@ -55,24 +55,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     With one chunk, in place, or where running statistics are used, it is ordinary batch norm.
     """
 
-    made = False
-    """This process had one, so that models have to be searched for them."""
-
     number = 0
     """Its number among those of its module."""
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        SyncBatchNorm.made = True
+        group.exchanging_layers[SyncBatchNorm] = SyncBatchNorm.exchanges
 
-    @property
     def exchanges(self) -> bool:
         """Tell whether it uses the batch's statistics, and not the running ones."""
         return self.training or (self.running_mean is None and self.running_var is None)
 
     def forward(self, input: Tensor) -> Tensor:
         odd = input.dim() < 2 or not input.size(1)  # which the ordinary one refuses
-        if group.current is None or not self.exchanges or odd:
+        if group.current is None or not self.exchanges() or odd:
             return nn.BatchNorm1d.forward(self, input)
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         mean, var, count = _statistics(group.current, exact, input.shape, self.number)
@@ -151,5 +147,5 @@ def convert_sync_batchnorm(module: M) -> M:
             part.__class__ = SyncBatchNorm
             part.process_group = None  # type: ignore[assignment]
         part.number = number  # type: ignore[assignment]
-        SyncBatchNorm.made = True
+        group.exchanging_layers[SyncBatchNorm] = SyncBatchNorm.exchanges
     return module
