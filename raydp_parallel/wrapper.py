@@ -39,11 +39,12 @@ from raydp_parallel.batch import Function, Keywords
 from raydp_parallel.cluster.placement import Device, device_id, normalize
 from raydp_parallel.cluster.ray_api import warn_once
 from raydp_parallel.devices import ambient
-from raydp_parallel.driver import batch_inference, forward, loss, optimizer
+from raydp_parallel.driver import forward, loss, optimizer
 from raydp_parallel.driver.executor import Executor, shared
 from raydp_parallel.driver.forward import Called
 from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import warn
+from raydp_parallel.extras import map as mapping
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options
@@ -495,7 +496,7 @@ class DataParallel(nn.DataParallel[T]):
         *,
         in_flight: int | None = None,
         split: bool = False,
-        on_error: batch_inference.OnError = "raise",
+        on_error: mapping.OnError = "raise",
     ) -> Generator[Any, None, None]:
         """Compute many batches without gradients, one on each replica, and yield their outputs in
         order.
@@ -518,7 +519,7 @@ class DataParallel(nn.DataParallel[T]):
             on_error: ``"raise"`` raises what the module raised, in place of the batch's output, and
                 ends; ``"skip"`` gives no output for that batch, and warns of all at the end.
         """
-        batch_inference.check(in_flight, on_error)
+        mapping.check(in_flight, on_error)
         if not (self._in_place or self._own("forward", "replicate", "parallel_apply")):
             raise TypeError(
                 f"map: {type(self).__name__} changes forward, replicate or parallel_apply, and "
@@ -543,7 +544,7 @@ class DataParallel(nn.DataParallel[T]):
                 flight = forward.start(self.executor, chunks, at_once=len(self.device_ids))
             return exceptions.ShortTraceback()(lambda: join(flight.finish()))
 
-        return batch_inference.outputs(batches, begin, min(most, in_flight or most), on_error)
+        return mapping.outputs(batches, begin, min(most, in_flight or most), on_error)
 
     def _own(self, *methods: str) -> bool:
         """Tell if methods are this class's, and not those of a subclass or of the instance."""
