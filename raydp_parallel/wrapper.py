@@ -111,10 +111,10 @@ class DataParallel(nn.DataParallel[T]):
         self.module = module
         if device_ids is None and executor is not None:
             device_ids = executor.device_ids or None
-        self._options = options or Options()
-        if executor is not None:
-            self._options = executor.options.for_wrapper(options or executor.options)
-        self.device_ids: list[Any] = [*normalize(device_ids, self._options)]
+        of_executor = executor.options if executor is not None else options or Options()
+        self._options = options or of_executor
+        of_executor.refuse_others(self._options)
+        self.device_ids: list[Any] = [*normalize(device_ids, of_executor)]
         if not self.device_ids:
             warn_once(
                 "DataParallel: the module runs in place, in this process, because device_ids were "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -43,12 +44,10 @@ def resolved(value: object, get: Callable[[Any], object], device: torch.device) 
     """Arguments with the objects that ``get`` gives for their references, on a device. It gives an
     exception for an object that cannot be had.
     """
-    objects: dict[object, object] = {}  # two arguments may be parts of one object
+    get = functools.cache(get)  # two arguments may be parts of one object
 
     def swap(one: ByReference) -> object:
-        if one.ref not in objects:
-            objects[one.ref] = get(one.ref)
-        found = objects[one.ref]
+        found = get(one.ref)
         if isinstance(found, BaseException):
             raise found
         if one.prepare is not None:

@@ -31,7 +31,7 @@ import torch
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.ray_api import Node, PlacementGroup, is_private, nodes
 from raydp_parallel.errors import NoRoom, PlacementError
-from raydp_parallel.options import Options
+from raydp_parallel.options import ExecutorOptions
 
 Device = int | str | torch.device
 DeviceId = int | str
@@ -86,7 +86,7 @@ def device_id(entry: object, of: str = "device_ids") -> DeviceId:
     return torch.cuda.current_device() if torch.cuda.is_available() else 0  # type: ignore[unreachable]
 
 
-def normalize(device_ids: Sequence[object] | None, options: Options) -> list[DeviceId]:
+def normalize(device_ids: Sequence[object] | None, options: ExecutorOptions) -> list[DeviceId]:
     """Return ``device_ids`` in their plain form, checked against the cluster."""
     if device_ids is None:
         return list(all_gpus(options))
@@ -101,7 +101,7 @@ def normalize(device_ids: Sequence[object] | None, options: Options) -> list[Dev
     return ids
 
 
-def all_gpus(options: Options) -> list[int]:
+def all_gpus(options: ExecutorOptions) -> list[int]:
     """Return every GPU of the cluster. None is started where torch sees no or one GPU here."""
     if options.label_selector:
         raise ValueError("Options(label_selector=...): give device_ids; only Ray knows which fit")
@@ -110,7 +110,7 @@ def all_gpus(options: Options) -> list[int]:
     return list(range(len(homes("gpu", options)) if cluster else own))
 
 
-def check_gpus(given: Sequence[object], ids: Sequence[DeviceId], options: Options) -> None:
+def check_gpus(given: Sequence[object], ids: Sequence[DeviceId], options: ExecutorOptions) -> None:
     """Raise `PlacementError` for ids that a private cluster lacks, as the program has ``given``
     them. Other clusters may still get nodes.
     """
@@ -127,7 +127,7 @@ def check_gpus(given: Sequence[object], ids: Sequence[DeviceId], options: Option
         raise PlacementError(f"{text}. Use {use}, or 'cpu' entries")
 
 
-def booked(kind: str, options: Options) -> dict[str, float]:
+def booked(kind: str, options: ExecutorOptions) -> dict[str, float]:
     """Return the resources that Ray books for a replica."""
     needs = {
         "CPU": options.cpus_per_replica,
@@ -138,7 +138,7 @@ def booked(kind: str, options: Options) -> dict[str, float]:
     return found or ({"CPU": 0.001} if options.label_selector else {})
 
 
-def homes(kind: str, options: Options) -> list[Node]:
+def homes(kind: str, options: ExecutorOptions) -> list[Node]:
     """Return the node of each logical GPU, or those to which CPU replicas go in turn; what is free
     there does not matter, and labels are for Ray to compare.
     """
@@ -150,7 +150,7 @@ def homes(kind: str, options: Options) -> list[Node]:
     return [node for node in suitable for _ in range(int(node.total.get("GPU", 0)) * per)]
 
 
-def at_home(wanted: Places, options: Options) -> dict[Place, str]:
+def at_home(wanted: Places, options: ExecutorOptions) -> dict[Place, str]:
     """Return the node of each place, for those that the cluster has."""
     rows, found = {kind: homes(kind, options) for kind in ("gpu", "cpu")}, {}
     for place in wanted:
@@ -160,7 +160,7 @@ def at_home(wanted: Places, options: Options) -> dict[Place, str]:
     return found
 
 
-def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
+def no_room(wanted: Places, absent: Places, options: ExecutorOptions) -> NoRoom:
     """Make the error for replicas that found no place: their needs, and what is free."""
     kinds = [place.kind for place in wanted]
     each = ", ".join(f"{kind.upper()} {booked(kind, options)}" for kind in dict.fromkeys(kinds))
@@ -187,7 +187,7 @@ class Hold(NamedTuple):
 class Holds:
     """The holds of an executor's places, under its name in Ray's dashboard."""
 
-    def __init__(self, name: str, options: Options) -> None:
+    def __init__(self, name: str, options: ExecutorOptions) -> None:
         self._name = name
         self._options = options
         self._holds: dict[Place, Hold] = {}

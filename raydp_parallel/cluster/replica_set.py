@@ -27,7 +27,7 @@ from raydp_parallel.devices.cuda import Hello, check_balance
 from raydp_parallel.errors import log
 from raydp_parallel.monitoring.recorder import Recorder
 from raydp_parallel.monitoring.stats import ReplicaInfo
-from raydp_parallel.options import Options
+from raydp_parallel.options import ExecutorOptions
 
 _INSTEAD = "Its chunks run again on other replicas, and a new one starts in the background"
 _PAUSES = 0.1, 30.0
@@ -128,7 +128,7 @@ class Successor(threading.Thread):
 class ReplicaSet:
     """The slots of an executor. Whoever changes or calls them holds the lock."""
 
-    def __init__(self, options: Options, name: str) -> None:
+    def __init__(self, options: ExecutorOptions, name: str) -> None:
         self.options = options
         # By place, in the order in which they were first filled.
         self.slots: dict[Place, ReplicaSlot] = {}

@@ -21,14 +21,14 @@ from raydp_parallel.devices.ambient import environment
 from raydp_parallel.devices.cuda import Hello, own_gpu
 from raydp_parallel.errors import ClusterError, ExecutorClosed, GraphLost, PlacementError, log
 from raydp_parallel.monitoring.stats import count
-from raydp_parallel.options import Options
+from raydp_parallel.options import ExecutorOptions
 from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 
 
 class Starter:
     """Starts the replicas of one executor, in the cluster that is connected now."""
 
-    def __init__(self, name: str, options: Options) -> None:
+    def __init__(self, name: str, options: ExecutorOptions) -> None:
         ray_api.connect()
         self.alive = ray_api.session()  # tells if that is still connected
         self.ended = threading.Event()  # set when nobody needs further replicas

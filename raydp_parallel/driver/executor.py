@@ -21,7 +21,7 @@ from raydp_parallel.driver.reporter import Reporter
 from raydp_parallel.driver.resident import Trainable
 from raydp_parallel.errors import forked, log
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
-from raydp_parallel.options import Options
+from raydp_parallel.options import Options, WrapperOptions
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state import sources
 from raydp_parallel.wire.messages import Forget, Sources
@@ -196,7 +196,8 @@ def shared(options: Options) -> Executor:
     found = _shared.get(options)
     if found is None or found.closed:
         with _shared_lock:
-            plain = options.for_wrapper(Options())  # wrappers that differ in others share one
+            # Wrappers that differ in their own settings share one.
+            plain = replace(options, **vars(WrapperOptions()))
             if plain not in _shared or _shared[plain].closed:
                 _shared[plain] = Executor((), options=plain)
             found = _shared[options] = _shared[plain]
