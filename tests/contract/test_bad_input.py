@@ -28,13 +28,12 @@ def usable_afterwards() -> Iterator[None]:
     executor = DataParallel(nn.Linear(4, 2), THREE).executor
     good_call(THREE)
     executor.grow()  # where one died in that
-    before = executor.replicas()
-    deaths = [replica.deaths for replica in executor.stats().replicas]
+    before = executor.stats().replicas
     yield
     good_call(THREE)
     assert DataParallel(nn.Linear(4, 2), THREE).executor is executor
-    for old, new, died in zip(before, executor.stats().replicas, deaths, strict=False):
-        assert (old.pid == new.pid) == (new.deaths == died)
+    for old, new in zip(before, executor.stats().replicas, strict=False):
+        assert (old.pid == new.pid) == (old.deaths == new.deaths)
 
 
 def good_call(ids: list[Any], executor: Executor | None = None) -> None:
