@@ -19,7 +19,8 @@ import torch
 from harness import limited, printed, raised
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, ReplicaDied
+from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, ReplicaDied
+from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.start import Starter
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import Dispatcher
@@ -338,26 +339,31 @@ def test_a_replica_that_stops_before_it_connects(monkeypatch: pytest.MonkeyPatch
         Executor(["cpu"], options=Options(placement_timeout=30))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("another", [False, True], ids=["own", "another thread's"])
+def test_a_start_ends_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when its time is over."""
+    monkeypatch.setattr(ray_api, "late", lambda refs: refs)
+    monkeypatch.setattr(ray_api, "living", frozenset)
+    with pytest.raises(PlacementError, match="nodes ended: "):
+        Executor(["cpu"])
+
+
+@pytest.mark.parametrize("another", [pytest.param(False, marks=pytest.mark.long), True])
 def test_closing_waits_for_nobody_that_hangs(another: bool) -> None:
-    """The last fetch has a limit, and so has the call of another thread."""
-    executor = Executor(["cpu"])
-    model, optimizer = trained(executor)
+    """The last fetch has a limit, and a call that another thread waits for is ended."""
+    model, optimizer = trained(executor := Executor(["cpu"]))
     optimizer.step()
-    model.executor.flush()
-    object.__setattr__(executor.options, "placement_timeout", 3.0)
+    executor.flush()
+    object.__setattr__(executor.options, "placement_timeout", 0.3)
+    client: Any = executor.slots(["cpu"])[0].client
+    receive, waits = client.receive, threading.Event()
+    client.receive = lambda *how: waits.set() or receive(*how)
     stop(executor, 0)
-    errors: list[BaseException] = []
-    thread = threading.Thread(target=lambda: errors.append(raised(lambda: model(X))), daemon=True)
-    if another:
-        thread.start()
-        while executor.replica_set.lock.acquire(blocking=False):
-            executor.replica_set.lock.release()
-    executor.close()
-    if another:
-        thread.join()
-        assert len(errors) == 1
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(lambda: (not another or waits.wait(), executor.close()))
+        if another:
+            with pytest.raises(ExecutorClosed):
+                model(X)
+        end.result()
 
 
 def test_threads_ask_at_once_whether_a_replica_runs(two: Executor) -> None:
