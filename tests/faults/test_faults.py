@@ -24,33 +24,41 @@ from raydp_parallel.cluster import replica_set
 TWO = ["cpu", "cpu"]
 
 
-@pytest.mark.long
+def meet(net: nn.Module, x: Tensor, seen: Path) -> Tensor:
+    """Run forward: chunk 0 waits until chunk 2 has begun."""
+    if x.item() == 2:
+        seen.touch()
+    while x.item() == 0 and not seen.exists():
+        time.sleep(0.001)
+    return net(x)  # type: ignore[no-any-return]
+
+
 def test_a_call_does_not_wait_for_the_new_process(
-    killable: Executor, caplog: pytest.LogCaptureFixture
+    executors: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A survivor does the work at once; one line and the counters tell."""
-    model = DataParallel(nn.Linear(4, 2), executor=killable)
-    x = torch.ones(4, 4)
+    """A survivor does the work at once, and no other waits for it; one line and counters tell."""
+    three = executors(3, name="killable")
+    model, x = DataParallel(nn.Linear(1, 2), executor=three), torch.arange(3.0).view(3, 1)
     expected = model(x)
-    lost, before = killable.replicas()[1], killable.stats()
-    kill(killable, 1)
+    lost, before = three.replicas()[0], three.stats()
+    kill(three, 0)
     with caplog.at_level(logging.INFO, "raydp_parallel"):
         with forked.held():
             assert torch.equal(model(x), expected)
-            assert killable.replicas()[1].state == "dead"
-            assert killable.stats().respawns == before.respawns
-        killable.grow()
-    after = killable.stats()
-    for name in ("deaths", "respawns"):  # its chunk may not have been sent any more
-        assert getattr(after, name) == getattr(before, name) + 1
+            assert torch.equal(model.run(meet, x, tmp_path / "seen"), expected)
+            assert three.replicas()[0].state == "dead"
+            assert three.stats().respawns == before.respawns
+        three.grow()
+    after = three.stats()
+    grown = after.since(before)
+    assert grown.deaths == grown.respawns == 1  # its chunk may not have been sent any more
     (line,) = [r.getMessage() for r in caplog.records if "died" in r.getMessage()]
-    parts = "replica 1 for device cpu", f"pid {lost.pid}", lost.node[:8], "in forward", "run again"
+    parts = "replica 0 for device cpu", f"pid {lost.pid}", lost.node[:8], "in forward", "run again"
     assert all(part in line for part in parts), line
-    assert "died in forward" in str(after)
-    first, second = before.replicas
-    assert [r.calls for r in after.replicas] == [first.calls + 2, second.calls]
+    assert "died in forward" in str(grown)
+    assert [replica.calls for replica in grown.replicas] == [0, 4, 2]
     model(x)
-    assert killable.stats().replicas[1].calls == before.replicas[1].calls + 1
+    assert three.stats().since(after).replicas[0].calls == 1
 
 
 CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
