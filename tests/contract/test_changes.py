@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from harness import Apply, assert_same_state, made_of, ones, trio
+from random_nets import Checkpointed
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -193,13 +194,9 @@ def triple(_module: nn.Module, _args: object, out: Tensor) -> Tensor:
     return out * 3
 
 
-def chunked(net: nn.Module, x: Tensor, chunks: int = 2) -> Tensor:
+def chunked(net: nn.Module, x: Tensor) -> Tensor:
     """What replicas would compute, bit for bit."""
-    return torch.cat([net(chunk) for chunk in x.chunk(chunks)])
-
-
-def dtype_of(net: nn.Module) -> torch.dtype:
-    return next(net.parameters()).dtype
+    return torch.cat([net(chunk) for chunk in x.chunk(2)])
 
 
 def grads_of(loss: Tensor, net: nn.Module) -> list[Tensor | None]:
@@ -212,15 +209,13 @@ def grads_of(loss: Tensor, net: nn.Module) -> list[Tensor | None]:
 
 def assert_runs_as(model: DataParallel[Any], net: nn.Module) -> Tensor:
     """The wrapper's outputs and gradients are the plain module's."""
-    x = torch.linspace(-1, 1, 16).view(4, 4).to(dtype_of(net))
+    x = torch.linspace(-1, 1, 16).view(4, 4).to(next(net.parameters()).dtype)
     ours, plain = model(x), chunked(net, x)
     assert torch.equal(ours, plain)
     assert ours.requires_grad == plain.requires_grad
     if plain.requires_grad:
-        both = zip(
-            net.parameters(), grads_of(ours.sum(), net), grads_of(plain.sum(), net), strict=True
-        )
-        for parameter, one, other in both:
+        found = grads_of(ours.sum(), net), grads_of(plain.sum(), net)
+        for parameter, one, other in zip(net.parameters(), *found, strict=True):
             if other is None:  # an unused parameter has zeros, as upstream's (row B3)
                 assert one is None or (parameter.requires_grad and not one.any())
             else:
@@ -338,7 +333,14 @@ def sent(model: DataParallel[Any]) -> tuple[int, int, int]:
     return stats.state_sends, stats.state_bytes, stats.reruns
 
 
+@made_of(a=(4, 4), pair=lambda: nn.ParameterList(torch.eye(4).to_sparse() * n for n in (1, 2)))
+def sparse(net: Any, x: Tensor) -> Tensor:
+    """Reads, behind its version, one of two weights without an address."""
+    return net.a(x) @ net.pair[0].data @ net.pair[1]  # type: ignore[no-any-return]
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
+    "sparse": lambda: Checkpointed(sparse(), False),
     "everything": Net,
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
     "lstm": lambda: nn.LSTM(4, 4, 2, bidirectional=True),
@@ -360,14 +362,16 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", MODULES)
 def test_nothing_changed_nothing_is_sent(name: str, grad: bool) -> None:
-    """In eval, nothing runs twice either; nor in a loop of functional calls."""
+    """In eval, nothing runs twice either; nor in a loop of functional calls, or by a backward."""
     model = DataParallel(MODULES[name]().eval(), CPUS)
     x = torch.ones(4, 4, 4) if name in ("lstm", "transformer") else torch.ones(4, 4)
     with torch.set_grad_enabled(grad):
         model(x)
         before = sent(model)
         for rows in (4, 2, 3):
-            model(x[:rows])
+            out = model(x[:rows])
+            if isinstance(out, Tensor) and out.requires_grad:
+                out.sum().backward()
             data_parallel(model.module, x[:rows], CPUS)
     assert sent(model) == before
 
@@ -394,12 +398,7 @@ def test_a_flag_costs_no_contents() -> None:
     model = DataParallel(net, CPUS)
     model(torch.ones(4, 64))
     before = sent(model)
-    for change in (
-        net.eval,
-        lambda: net[0].requires_grad_(False),
-        net.train,
-        lambda: net[0].requires_grad_(True),
-    ):
+    for change in (net.eval, lambda: net[0].requires_grad_(False), net.train, net.requires_grad_):
         change()
         model(torch.ones(4, 64))
     assert sent(model)[0] > before[0]
@@ -415,7 +414,7 @@ def test_an_edit_behind_versions_costs_one_rerun(edit: str, cost: int) -> None:
     reruns = sent(model)[2]
     exec(edit, {"net": net})
     for _ in range(2):
-        x = torch.ones(4, 4, dtype=dtype_of(net))
+        x = torch.ones(4, 4, dtype=net.weight.dtype)
         assert torch.equal(model(x), chunked(net, x))
         assert sent(model)[2] == reruns + cost
 
