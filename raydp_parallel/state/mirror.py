@@ -55,8 +55,10 @@ Way = Literal["mapped", "shared", "sent"]
 processes have; it reads all there; or all comes in messages.
 """
 
-Mark = dict[Tracked, tuple[int, int]]
-"""How often tensors had been written to at one moment, and how often by replicas to buffers."""
+Mark = dict[Tracked, tuple[int, int, int]]
+"""How often tensors had been written to at one moment, how often of these by replicas to buffers,
+and how often replicas had written at all: batch norm moves no version.
+"""
 
 
 Contents = dict[int, Tensor]
@@ -290,7 +292,7 @@ class Master:
             if one.tag in weights and one.late is not None:
                 with torch.no_grad():
                     one.late.copy_(weights[one.tag])
-                one.written += 1
+                one.written = one.written[0] + 1, one.written[1]
                 one.seen = one.tensor._version, one.seen[1], one.seen[2]
         self._updates = {}  # which tell versions
 
@@ -403,8 +405,9 @@ class Master:
         versions = versions_of(tensors)
         into, values = [], []
         for one, value, by, replaced in rows:
-            if not isinstance(one.tensor, nn.Parameter):  # each forward has buffers of its own
-                one.written += by
+            # Each forward has buffers of its own.
+            unseen = 0 if isinstance(one.tensor, nn.Parameter) else by
+            one.written = one.written[0] + unseen, one.written[1] + 1
             if replaced or one.mapped is not None:  # other replicas map its memory, for graphs
                 one.tensor.data = value.to(one.tensor.device, copy=True)
             elif one.tensor.is_inference():
@@ -437,12 +440,12 @@ class Master:
         """Note how often tensors were written to so far: all, or some."""
         chosen = self.records.values() if records is None else records
         versions = PLAINLY(versions_of, (), ([one.tensor for one in chosen],))
-        return {one: (n, one.written) for one, n in zip(chosen, versions, strict=True)}
+        return {one: (n, *one.written) for one, n in zip(chosen, versions, strict=True)}
 
     def moved_since(self, mark: Mark) -> dict[int, int]:
         """Count the writes since a mark, by tag, but for those of replicas to buffers."""
         now = self.mark(mark.keys())
-        found = {o.tag: now[o][0] - v - (now[o][1] - w) for o, (v, w) in mark.items()}
+        found = {o.tag: now[o][0] - v - (now[o][1] - w) for o, (v, w, _) in mark.items()}
         return {tag: by for tag, by in found.items() if by}
 
     def changed_since(self, revision: int, known: Collection[int]) -> str | None:

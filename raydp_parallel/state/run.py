@@ -127,7 +127,9 @@ class Tracked:
     leader: int | None = None
     shadow: Tensor | None = None  # its contents as they were sent, if no run has them
     late: Tensor | None = None  # its memory, while replicas have later contents
-    written: int = 0  # by how much writes have moved its version that graphs need not know of
+    # By how much writes have moved its version that graphs need not know of; and how often replicas
+    # have written to it, which may move none.
+    written: tuple[int, int] = 0, 0
 
     def keep_copy(self) -> None:
         """Copy the contents, to compare those of the next forward with them."""
