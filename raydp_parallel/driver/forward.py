@@ -84,9 +84,9 @@ class ForwardCall(Call):
         ambient.refuse_tangents(self._arguments.tensors)
         if isinstance(given.called, LossCall) and not terms.chunk:  # all chunks have the same
             refuse_own_parameters(given.module, parcel(given.called, "function").tensors)
-        # The state that the forward found, the replicas' steps, versions among its arguments, and
-        # the tensors that required a gradient.
-        self._before: tuple[int, int, list[int], list[Leaf]]
+        # The state that the forward found, its structure, the replicas' steps, versions among its
+        # arguments, and the tensors that required a gradient.
+        self._before: tuple[int, bytes, int, list[int], list[Leaf]]
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
         self._spread: Seat | None = None  # its place among those with the same weights
@@ -109,8 +109,8 @@ class ForwardCall(Call):
         if copies or master.resident is not None:
             tensors = copied(tensors)
             self._arguments = self._arguments._replace(tensors=tensors)
-        versions = versions_of(tensors)
-        self._before = master.revision, steps, versions, master.leaves
+        state = master.revision, master.structure.bytes
+        self._before = *state, steps, versions_of(tensors), master.leaves
         self.makes = None
         if self.terms.context.grad and (master.leaves or self.inputs):
             self.makes = RemoteGraph(next(self.executor.keys))
@@ -159,14 +159,14 @@ class ForwardCall(Call):
 
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
-        master, (revision, steps, versions, leaves) = self.master, self._before
+        master, (revision, structure, steps, versions, leaves) = self.master, self._before
         if master.structure.module() is None:
             return "the module is gone"
         trained = None if master.resident is None else master.resident.weights
         # A step on its way was made before all that the program has done since.
         coming = trained is not None and trained.coming is not None
         master.look_at_tensors() if coming else master.look()
-        what = master.changed_since(revision, self.overlay or ())
+        what = master.changed_since(revision, structure, self.overlay or ())
         if what is None and [id(o.tensor) for o in leaves] != [id(o.tensor) for o in master.leaves]:
             what = "the requires_grad of a parameter"
         if what is None and versions_of(self._arguments.tensors) != versions:

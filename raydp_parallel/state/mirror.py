@@ -448,13 +448,13 @@ class Master:
         found = {o.tag: now[o][0] - v - (now[o][1] - w) for o, (v, w, _) in mark.items()}
         return {tag: by for tag, by in found.items() if by}
 
-    def changed_since(self, revision: int, known: Collection[int]) -> str | None:
-        """Name a change between a state and the last look, but for the contents of ``known``; None
-        if there is none.
+    def changed_since(self, revision: int, structure: bytes, known: Collection[int]) -> str | None:
+        """Name a change between a state, of this structure, and the last look, but for the contents
+        of ``known``; None if there is none: a mode or an attribute may be again what it was.
         """
         if self.verify():
             self.look_at_tensors()
-        if self.structure.at > revision:
+        if self.structure.bytes != structure:
             return "an attribute or a part of the module"
         for one in self.records.values():
             if one.content_at > revision and one.tag not in known:

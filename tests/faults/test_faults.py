@@ -100,15 +100,15 @@ def spoil(net: Any, x: Tensor, spoils: bool = False) -> Tensor:
     return out
 
 
-def test_a_graph_is_made_again_where_a_map_has_written(killable: Executor) -> None:
-    """The replica that makes it says that it lacks contents, and gets them. A forward that ran
-    twice has warned once, and its rows count once.
-    """
+def test_a_graph_is_made_again_after_a_validation(killable: Executor) -> None:
+    """By a replica that gets the contents it lacks; what ran twice has warned and counts once."""
     net = Apply(spoil, layer=nn.Linear(4, 2), large=torch.eye(600).to_sparse())
     model = DataParallel(net, executor=killable)
     with pytest.warns(UserWarning, match="ran") as caught:
         loss = model(torch.ones(4, 4)).sum()
+        net.eval()
         assert len([*model.map([(torch.ones(4, 4), True)] * 2)]) == 2
+        net.train()
         said, rows = len(caught), [one.rows for one in killable.stats().replicas]
         kill(killable, 1)
         loss.backward()
