@@ -26,7 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from raydp_parallel import DataParallel, Executor, convert_sync_batchnorm
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.start import Starter
-from raydp_parallel.errors import ExecutorClosed, GraphLost, StateLost
+from raydp_parallel.errors import GraphLost, StateLost
 
 
 def net() -> nn.Module:
@@ -719,7 +719,7 @@ def test_T3_closing_the_executor_syncs() -> None:
             advance(model, optimizer, 0)
         results.append([*model.parameters(), *[p.grad for p in model.parameters()]])
     assert same(*results)
-    assert isinstance(raised(optimizer.step), ExecutorClosed)
+    assert "make optimizers anew" in str(raised(optimizer.step))
 
 
 class Own(nn.Parameter):
