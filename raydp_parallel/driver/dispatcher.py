@@ -259,7 +259,8 @@ class Dispatcher:
                     self._wait_or_leave(flight)
                 # Answers are taken in the order of chunks; the slowest one decides anyway.
                 died = ""
-                for i, pending in [*flight.sent.items()]:
+                for i in [*flight.sent]:
+                    pending = flight.sent[i]
                     answer = self.receive(pending)
                     if answer is not None and self._may_count(answer, pending):
                         answers[i] = answer
