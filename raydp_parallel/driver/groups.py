@@ -48,10 +48,16 @@ def have_layers(chunks: Sequence[nn.Module], slots: Sequence[ReplicaSlot]) -> bo
 
 
 def of_layers(dispatcher: Dispatcher, slots: Sequence[ReplicaSlot]) -> list[Seat]:
-    """Return the seats of replicas whose layers exchange tensors. None may be missing."""
-    if not all(slot.ready for slot in slots):
-        dispatcher.replica_set.grow()
-    return [seat._replace(layers=True) for seat in join(dispatcher, slots).seats]
+    """Return the seats of replicas whose layers exchange tensors. None may be missing: one whose
+    death is found as they meet has another one in its place by the next time.
+    """
+    for _ in range(_MOST_JOINS):
+        if not all(slot.ready for slot in slots):
+            dispatcher.replica_set.grow()
+        group = join(dispatcher, slots)
+        if all(slot.ready for slot in slots):
+            break
+    return [seat._replace(layers=True) for seat in group.seats]
 
 
 def direct(

@@ -37,7 +37,7 @@ from raydp_parallel.state.lagging import PLAINLY, Lagging
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.state.run import seen
 from raydp_parallel.wire.codec import parcel
-from raydp_parallel.wire.messages import ResumeRequest, Seat, SnapshotRequest, StepRequest
+from raydp_parallel.wire.messages import ResumeRequest, Seat, SnapshotRequest, StepRequest, Terms
 
 _MOST_TRIES = 6
 
@@ -309,8 +309,10 @@ class Resident:
                 given[tag] = None
             else:
                 sums.append(one)
-        values = optimizer.news()
-        return _Plan(StepRequest(self._master.number, optimizer.number, values, given, norm), sums)
+        # State that a step makes is an ordinary tensor's, whatever mode the caller is in.
+        terms = Terms(0, ambient.capture()._replace(inference=False), None, None, False, 0)
+        values, number = optimizer.news(), optimizer.number
+        return _Plan(StepRequest(self._master.number, number, values, given, norm, terms), sums)
 
     def _members(self) -> list[ReplicaSlot]:
         """Return the slots that step, in the order of devices."""
@@ -338,12 +340,13 @@ class Resident:
             chunks=tuple(chunks),
             scale=sums[0].scale if chunks else None,
             sums=self.gradients.begun,
-            number=self.weights.steps,
-            threads=self._set.threads(len(slots)),
         )
+        count = self._set.threads(len(slots))
+        terms = step.terms._replace(threads=count, seed=self.weights.steps)
         calls = []
         for slot, seat in zip(slots, seats, strict=True):
-            calls.append(Call(slot, "step", step._replace(exchange=seat)))
+            request = step._replace(terms=terms._replace(group=seat))
+            calls.append(Call(slot, "step", request))
         plan.flight = Flight(calls, grouped=len(slots) > 1, on=slots)
         self.weights.coming = plan
         self._dispatcher.start(plan.flight)

@@ -182,8 +182,8 @@ class Replica:
             return Answer(training.snapshot(request))
         if isinstance(request, GradientsRequest):
             return Answer(rows=(Row(training.gradients(request.tags, request.chunk)),))
-        threads.use(self._device, request.threads)
-        with self._joined(request.exchange) as exchange:
+        threads.use(self._device, request.terms.threads)
+        with self._joined(request.terms.group) as exchange:
             return Answer(rows=(training.step(request, exchange),))
 
     def _updated(self, number: int, update: StateUpdate | None) -> Model:

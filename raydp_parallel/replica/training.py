@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.batch.containers import on_tensors
-from raydp_parallel.devices import threads
+from raydp_parallel.devices import ambient, threads
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.devices.memory import copy_row
 from raydp_parallel.replica import engine
@@ -128,11 +128,12 @@ class ReplicaTraining:
         for group, values in zip(rows, request.values, strict=True):
             for name, value in values.items():
                 group[name] = on_tensors(value, Tensor.clone)
-        engine.seed(self._module.device, request.number, 0)
+        engine.seed(self._module.device, request.terms.seed, 0)
         for p, tag in tags.items():
             p.grad = grads.get(tag)
         try:
-            optimizer.step()
+            with ambient.enter(request.terms.context):
+                optimizer.step()
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise

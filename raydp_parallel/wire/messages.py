@@ -194,13 +194,11 @@ class StepRequest(NamedTuple):
     values: list[dict[str, object]]  # changes of each of its groups since the last step
     from_driver: dict[int, Tensor | None]  # gradients, by tag; None for zeros
     norm: float | None  # which norm is asked for; None makes the step
+    terms: Terms  # with the group that sums, or None if all chunks are here
     summed: tuple[int, ...] = ()  # the tags of gradients that are summed over chunks
     scale: Tensor | None = None  # the factor of these sums, after a clipping
     chunks: tuple[int, ...] = ()  # that have kept the gradients, in the order of the sum
     sums: int = 0  # their number: a step may use those of a norm of the same gradients
-    exchange: Seat | None = None  # the group that sums; None if all chunks are here
-    number: int = 0  # the step's, from which its random numbers follow
-    threads: int | None = None  # torch's threads; None leaves them
 
 
 # Answers.

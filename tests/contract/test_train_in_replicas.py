@@ -457,6 +457,25 @@ def test_T5_parameters_in_the_same_memory(two: Executor) -> None:
 # --- deaths ---
 
 
+def test_T2_a_newcomer_steps_with_the_program_s_settings(killable: Executor) -> None:
+    """Those of the step, also where no forward has told them: new state has this dtype."""
+
+    def program(model: Any, optimizer: Any) -> list[Tensor]:
+        model(torch.ones(4, 6)).sum().backward()
+        clip_grad_norm_(model.parameters(), 1.0)  # fetches all: nothing is made again
+        kill(killable, 0)
+        killable.flush()  # sees the death
+        killable.grow()
+        torch.set_default_dtype(torch.float64)
+        try:
+            optimizer.step()
+            return [values["eta"] for values in optimizer.state_dict()["state"].values()]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    compare(killable, program, layers, torch.optim.ASGD)
+
+
 def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
     """Gradients of before are missed where they are used, and not where they are cleared."""
     for used in (False, True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Apply, assert_same_grads, assert_same_state, made_of, ones, raised
+from harness import Apply, assert_same_grads, assert_same_state, kill, made_of, ones, raised
 from mortal import arm, armed, fate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -237,6 +237,16 @@ def test_X3_a_death_raises(killable: Executor, tmp_path: Path, moment: str) -> N
     model.zero_grad()
     model(rows(8), chunk)[0].cos().sum().backward()
     assert all(p.grad is not None for p in model.module.first.parameters())
+
+
+@pytest.mark.timeout(60)
+def test_X3_a_death_between_two_calls() -> None:
+    """It is found as the replicas meet: nothing has run yet, and another one comes."""
+    with Executor(["cpu", "cpu"]) as executor:
+        model = DataParallel(convert_sync_batchnorm(nn.BatchNorm1d(3)), executor=executor)
+        executor.grow(120)
+        kill(executor, 1)
+        model(torch.randn(8, 3)).sum().backward()
 
 
 @pytest.mark.timeout(60)
