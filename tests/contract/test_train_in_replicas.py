@@ -473,7 +473,7 @@ def test_T2_a_newcomer_steps_with_the_program_s_settings(killable: Executor) -> 
         finally:
             torch.set_default_dtype(torch.float32)
 
-    compare(killable, program, layers, torch.optim.ASGD)
+    compare(killable, program, layers, torch.optim.ASGD, foreach=False)
 
 
 def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
