@@ -33,7 +33,7 @@ _INSTEAD = "Its chunks run again on other replicas, and a new one starts in the 
 _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
 _UNKNOWN = Hello(0, "", "")
-_CLOSED = "closed executor: make another or leave it out, make optimizers anew, run forward again"
+_CLOSED = "closed: make another, or leave `executor` out; make optimizers anew, run forward again"
 
 
 @dataclass(eq=False)
