@@ -7,10 +7,10 @@ difference. Then one replica is killed in the middle of a step. Times are shown,
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -24,6 +24,7 @@ from raydp_parallel.wrapper import DataParallel
 
 _STEPS = 3
 _TIMED = 20
+_say = functools.partial(print, flush=True)
 
 
 def small(width: int) -> nn.Module:
@@ -118,8 +119,3 @@ def main(devices: str) -> int:
         _say("CPU replicas share the cores of one machine: they show that it works, not a gain")
     _say(f"check {'FAILED' if failed else 'passed'}")
     return int(failed > 0)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

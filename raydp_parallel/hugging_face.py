@@ -37,9 +37,8 @@ def attach(trainer: Trainer, model: nn.DataParallel[M]) -> Trainer:
         raise ValueError("attach: the Trainer and the wrapper have different modules")
     wrap = trainer._wrap_model
 
-    def wrapped(net: nn.Module, *args: object, **kwargs: object) -> nn.Module:
-        chosen: nn.Module = model if net is trainer.model else wrap(net, *args, **kwargs)
-        return chosen
+    def wrapped(net: nn.Module, *args: object, **kwargs: object) -> object:
+        return model if net is trainer.model else wrap(net, *args, **kwargs)
 
     trainer._wrap_model, trainer.model_wrapped = wrapped, model
     return trainer

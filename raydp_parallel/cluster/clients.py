@@ -48,11 +48,14 @@ class Gone(Exception):
     """The replica is gone, by a cause as far as it is known at once."""
 
 
-class ActorClient:
-    """An actor; its life is the Ray call that lasts as long as it does."""
+class Client:
+    """A replica that is called through Ray: of another machine, or of another user. Its life is the
+    Ray call that lasts as long as it does.
+    """
 
     link = "ray"  # how bytes go
     unsent: int | None = None  # see `Channel`
+    _answer: object = None  # the one that is owed; a slot has no more than one request at a time
 
     def __init__(self, actor: Actor, hello: Hello, life: object) -> None:
         self.actor, self.hello, self._life = actor, hello, life
@@ -80,6 +83,32 @@ class ActorClient:
                 raise
             self.close()
             raise Gone(why) from error
+
+    def send(self, request: object, timeout: float | None) -> None:
+        """Send a request; raises `Gone`."""
+        self._carry(timeout, self._send, request)
+
+    def _send(self, request: object) -> None:
+        parts = flat(request)
+        self.traffic[0] += parts[2].nbytes
+        self.unsent = len(parts)
+        self._answer = self.actor.answer.remote(*parts)
+        self.unsent = 0
+
+    def has_answer(self, seconds: float) -> bool:
+        """Tell if an answer comes, or the process ends, within some seconds."""
+        gone = self.unsent != 0 or not self._in_session()
+        return gone or not ray_api.late([self._answer], seconds)
+
+    def receive(self, timeout: float | None, device: torch.device) -> Answer:
+        """Return the next answer, with its tensors on a device, in the order of requests; raises
+        `Gone`.
+        """
+        found: Flat = self._carry(timeout, ray_api.get, self._answer, timeout)
+        self.unsent = self._answer = None
+        self.traffic[1] += found[2].nbytes
+        answer: Answer = unflat(found, device)
+        return answer
 
     def deliver(self, number: int, ref: object) -> None:
         """Let Ray bring an object of its store for a request that names the number."""
@@ -127,7 +156,7 @@ class ActorClient:
     end = kill
 
 
-class NearClient(ActorClient):
+class NearClient(Client):
     """A replica of this machine, called over a socket."""
 
     def __init__(self, actor: Actor, hello: Hello, life: object, sock: socket.socket) -> None:
@@ -214,41 +243,6 @@ class NearClient(ActorClient):
         if self.alive(_GRACE):
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-
-
-class FarClient(ActorClient):
-    """A replica of another machine, or of another user, called through Ray."""
-
-    _answer: object = None  # the one that is owed; a slot has no more than one request at a time
-
-    def send(self, request: object, timeout: float | None) -> None:
-        """Send a request; raises `Gone`."""
-        self._carry(timeout, self._send, request)
-
-    def _send(self, request: object) -> None:
-        parts = flat(request)
-        self.traffic[0] += parts[2].nbytes
-        self.unsent = len(parts)
-        self._answer = self.actor.answer.remote(*parts)
-        self.unsent = 0
-
-    def has_answer(self, seconds: float) -> bool:
-        """Tell if an answer comes, or the process ends, within some seconds."""
-        gone = self.unsent != 0 or not self._in_session()
-        return gone or not ray_api.late([self._answer], seconds)
-
-    def receive(self, timeout: float | None, device: torch.device) -> Answer:
-        """Return the next answer, with its tensors on a device, in the order of requests; raises
-        `Gone`.
-        """
-        found: Flat = self._carry(timeout, ray_api.get, self._answer, timeout)
-        self.unsent = self._answer = None
-        self.traffic[1] += found[2].nbytes
-        answer: Answer = unflat(found, device)
-        return answer
-
-
-Client = NearClient | FarClient
 
 
 def end_all(clients: Iterable[Client]) -> None:

@@ -18,7 +18,6 @@ a removed group late.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import time
@@ -55,7 +54,6 @@ Over = Callable[[], bool]
 """Tells if the time for a start is over; raises an error if nobody waits for it any more."""
 
 
-@functools.lru_cache(maxsize=64)
 def places(device_ids: tuple[DeviceId, ...]) -> tuple[Place, ...]:
     """Return the places that ``device_ids`` name. The n-th ``"cpu"`` is always the same replica."""
     cpus = itertools.count()
@@ -96,8 +94,19 @@ def normalize(device_ids: Sequence[object] | None, options: ExecutorOptions) -> 
     ids = [device_id(entry) for entry in given]
     if not ids:
         raise ValueError("device_ids=[] names no device: leave it out for every GPU, or give 'cpu'")
-    if any(isinstance(entry, int) for entry in ids):
-        check_gpus(given, ids, options)
+    if all(entry == "cpu" for entry in ids):
+        return ids
+    ray_api.connect()
+    count = len(homes("gpu", options))
+    pairs = zip(given, ids, strict=True)
+    missing = [entry for entry, number in pairs if number != "cpu" and int(number) >= count]
+    text = f"device_ids: {missing} not in the cluster (its GPUs: {count})"
+    if options.elastic or options.label_selector or not is_private():  # it may still get nodes
+        if not count:
+            ray_api.warn_once(f"{text}. Replicas wait for one. Give 'cpu' entries for CPU replicas")
+    elif missing:
+        use = [*range(count)] or ["cpu"] * len(ids)
+        raise PlacementError(f"{text}. Use {use}, or 'cpu' entries")
     return ids
 
 
@@ -108,23 +117,6 @@ def all_gpus(options: ExecutorOptions) -> list[int]:
     own = torch.cuda.device_count() * options.replicas_per_gpu
     cluster = ray_api.connect(start=own > 1)
     return list(range(len(homes("gpu", options)) if cluster else own))
-
-
-def check_gpus(given: Sequence[object], ids: Sequence[DeviceId], options: ExecutorOptions) -> None:
-    """Raise `PlacementError` for ids that a private cluster lacks, as the program has ``given``
-    them. Other clusters may still get nodes.
-    """
-    ray_api.connect()
-    count = len(homes("gpu", options))
-    pairs = zip(given, ids, strict=True)
-    missing = [entry for entry, number in pairs if number != "cpu" and int(number) >= count]
-    text = f"device_ids: {missing} not in the cluster (its GPUs: {count})"
-    if options.elastic or options.label_selector or not is_private():
-        if not count:
-            ray_api.warn_once(f"{text}. Replicas wait for one. Give 'cpu' entries for CPU replicas")
-    elif missing:
-        use = [*range(count)] or ["cpu"] * len(ids)
-        raise PlacementError(f"{text}. Use {use}, or 'cpu' entries")
 
 
 def booked(kind: str, options: ExecutorOptions) -> dict[str, float]:
@@ -241,14 +233,14 @@ class Holds:
                 if (None not in placed and (home or any(placed))) or over():
                     break
                 time.sleep(ray_api.PAUSE)
-            order = [node.id for node in nodes()]
+            rank = {node.id: number for number, node in enumerate(nodes())}
             if all(placed) or self._options.elastic:
                 holds = {
                     part[bundle]: Hold(group, bundle, node)
                     for (group, part), there in zip(made.items(), placed, strict=True)
                     for bundle, node in enumerate(there or ())
                 }
-            return _in_order(holds, order)
+            return _in_order(holds, rank)
         finally:
             kept = {hold.group for hold in holds.values()}
             ray_api.remove([group for group in made if group not in kept])
@@ -268,9 +260,8 @@ class Holds:
                 del self._holds[place]
 
 
-def _in_order(holds: Mapping[Place, Hold], order: Sequence[str]) -> dict[Place, Hold]:
+def _in_order(holds: Mapping[Place, Hold], rank: Mapping[str, int]) -> dict[Place, Hold]:
     """Hand the same out so that GPU replicas are numbered in the order of nodes."""
-    rank = {node: number for number, node in enumerate(order)}
     gpus = sorted(place for place in holds if place.kind == "gpu")
     ranked = sorted((holds[place] for place in gpus), key=lambda h: rank.get(h.node, len(rank)))
     return {**holds, **dict(zip(gpus, ranked, strict=True))}

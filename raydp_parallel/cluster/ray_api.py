@@ -101,9 +101,8 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def connected() -> bool:
-    """Tell if this process is connected to a cluster."""
-    return bool(ray.is_initialized())
+connected: Callable[[], bool] = ray.is_initialized
+"""Tells if this process is connected to a cluster."""
 
 
 def inherited() -> bool:
@@ -231,12 +230,10 @@ def get(ref: Any, timeout: float | None = None) -> Any:
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
-        left = deadline - time.monotonic()
-        try:
-            return ray.get(ref, timeout=max(0.0, min(left, TURN)))
-        except ray.exceptions.GetTimeoutError:
-            if left <= TURN:
-                raise
+        with contextlib.suppress(ray.exceptions.GetTimeoutError):
+            return ray.get(ref, timeout=TURN)
+        if time.monotonic() >= deadline:
+            raise TimeoutError
 
 
 def late(refs: Sequence[object], seconds: float = 0.0) -> list[object]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from raydp_parallel import errors
+from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import Client, end_all
 from raydp_parallel.cluster.placement import DeviceId, Place, places
 from raydp_parallel.cluster.start import Starter
@@ -136,6 +137,7 @@ class ReplicaSet:
         self.closed = self.forked = False  # forked where replicas are of this one's parent
         self.lock = threading.RLock()
         self._starter: Starter | None = None
+        self._next_look = 0.0  # at nodes that are about to end
         _sets.add(self)
 
     @contextlib.contextmanager
@@ -160,8 +162,7 @@ class ReplicaSet:
         """
         wanted = places(tuple(ids))
         starter = self._refresh()
-        if self.options.elastic:
-            self._leave_nodes(starter)
+        self._leave_nodes(starter)
         if not all([place in self.slots and self.slots[place].ready for place in wanted]):
             self._fill(wanted, starter)
         return [self.slots[place] for place in wanted]
@@ -220,12 +221,15 @@ class ReplicaSet:
 
     def _leave_nodes(self, starter: Starter) -> None:
         """Leave nodes that are about to end, if replicas of the same kind stay elsewhere."""
-        leaving, ready = starter.leaving(), self.ready_slots()
+        if not self.options.elastic or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + 1.0  # each is a call to Ray
+        leaving, ready = ray_api.draining(), self.ready_slots()
         staying = {slot.place.kind for slot in ready if slot.hello.node not in leaving}
         # The end of others, if it comes, is handled as a death.
         going = [s for s in ready if s.hello.node in leaving and s.place.kind in staying]
         end_all(slot.client for slot in going)
-        starter.release([slot.place for slot in going])
+        starter.holds.release([slot.place for slot in going])
         for slot in going:
             slot.state = "away"
             self.recorder.event(f"{slot} left its node, which is about to end")
@@ -294,7 +298,7 @@ class ReplicaSet:
             finally:  # also after Ctrl-C: nothing would end the replicas later
                 end_all(slot.client for slot in self.ready_slots())
                 if self._starter is not None:
-                    self._starter.release()
+                    self._starter.holds.release()
                 for slot in self.slots.values():
                     slot.state = "closed"
 

@@ -8,12 +8,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from raydp_parallel.cluster import ray_api
-from raydp_parallel.cluster.clients import Client, FarClient, NearClient, end_all
+from raydp_parallel.cluster.clients import Client, NearClient, end_all
 from raydp_parallel.cluster.placement import Hold, Holds, Over, Place, booked, homes, no_room
 from raydp_parallel.cluster.ray_api import Actor
 from raydp_parallel.devices import threads
@@ -33,9 +33,8 @@ class Starter:
         self.alive = ray_api.session()  # tells if that is still connected
         self.ended = threading.Event()  # set when nobody needs further replicas
         self._name, self._options = name, options
-        self._holds = Holds(name, options)
+        self.holds = Holds(name, options)
         self._ways = options.ways
-        self._next_look = 0.0
         computing = homes("cpu", options) or ray_api.nodes()
         self._nodes = 1 if options.label_selector else len(computing)  # labels may leave one
         self._told = int(min(node.total.get("CPU", 1) for node in computing))
@@ -54,13 +53,6 @@ class Starter:
         if torch.get_num_threads() < threads.AT_START:  # the program asked for fewer
             share = min(share, torch.get_num_threads())
         return max(1, share)
-
-    def leaving(self) -> frozenset[str]:
-        """Return the nodes that are known to end soon; none if somebody asked within a second."""
-        if time.monotonic() < self._next_look:
-            return frozenset()
-        self._next_look = time.monotonic() + 1.0  # each is a call to Ray
-        return ray_api.draining()
 
     def start(self, wanted: Mapping[Place, int], background: bool = False) -> dict[Place, Client]:
         """Start a replica in each place, by its number in the executor, or raise `PlacementError`;
@@ -88,7 +80,7 @@ class Starter:
         clients: dict[Place, Client] = {}
         try:
             over()  # which raises if nobody needs them any more
-            holds = self._holds.claim([*wanted], over)
+            holds = self.holds.claim([*wanted], over)
             absent = [place for place in wanted if place not in holds]
             if absent and not (self._options.elastic and holds):
                 raise no_room([*wanted], absent, self._options)
@@ -113,7 +105,7 @@ class Starter:
                 end_all(clients.values())
                 for actor in actors.values():
                     ray_api.kill(actor)
-                self.release(wanted)
+                self.holds.release(wanted)
             if isinstance(error, ray_api.RayError):
                 hint = "" if "'raydp_parallel'" not in str(error) else ": install it on every node"
                 raise PlacementError(f"a replica did not start{hint}: {error}") from None
@@ -191,14 +183,8 @@ class Starter:
                     except TimeoutError:
                         continue
                     if peer(sock) == (hello.pid, os.getuid()):
-                        sock.setblocking(True)
                         return NearClient(actor, hello, serving, sock)
                     sock.close()
             why = ray_api.get(serving) or "its process is not the one that connected"
             log.warning("a replica of this node is called through Ray, which is slower: %s", why)
-        return FarClient(actor, hello, actor.live.remote())
-
-    def release(self, wanted: Iterable[Place] | None = None) -> None:
-        """Release the holds of some places, by default all."""
-        if self.alive():
-            self._holds.release(wanted)
+        return Client(actor, hello, actor.live.remote())

@@ -349,7 +349,7 @@ class Dispatcher:
                 "than it may"
             )
         if pending.arrived:
-            self.replica_set.recorder.replayed(pending.slot.index)
+            self.replica_set.recorder.count(pending.slot.index, "replays")
         return f"{pending.slot} died in {phase}: {pending.gone}"
 
     def _may_count(self, answer: Answer, pending: Pending) -> bool:
@@ -498,5 +498,5 @@ class Dispatcher:
                     graph.life = -1  # the replica has none
             if answer is None:
                 return
-            self.replica_set.recorder.replayed(slot.index)
+            self.replica_set.recorder.count(slot.index, "replays")
         graph.slot, graph.life = slot, slot.life

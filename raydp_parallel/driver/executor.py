@@ -171,12 +171,11 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
 
 def _drop(executor: weakref.ref[Executor], key: int, number: int) -> None:
     known = executor()
-    if known is None:
-        return
-    known._masters.pop(key, None)
-    for slot in [*known.replica_set.slots.values()]:
-        slot.revisions.pop(number, None)
-        slot.forget.append(number)
+    if known is not None:
+        known._masters.pop(key, None)
+        for slot in [*known.replica_set.slots.values()]:
+            slot.revisions.pop(number, None)
+            slot.forget.append(number)
 
 
 _shared: dict[Options, Executor] = {}

@@ -66,14 +66,13 @@ class Recorder:
     def died(self, index: int, text: str) -> None:
         """Note the death of a replica."""
         self.called(index)  # it waits no longer
-        with self._lock:
-            self._counts[index]["deaths"] += 1
+        self.count(index, "deaths")
         self.event(text)
 
-    def replayed(self, index: int) -> None:
-        """Count a chunk that a replica got because another one died."""
+    def count(self, index: int, counter: str) -> None:
+        """Count one more of what happened to a replica, as `ReplicaStats` names it."""
         with self._lock:
-            self._counts[index]["replays"] += 1
+            self._counts[index][counter] += 1
 
     def called(self, index: int) -> None:
         """Note that a call was sent: the replica waits no longer."""

@@ -663,11 +663,11 @@ def test_T2_all_replicas_die(killable: Executor, monkeypatch: pytest.MonkeyPatch
         advance(model, optimizer, step)
     with monkeypatch.context() as patch:
         patch.setattr(Starter, "start", lambda *_, **how: pytest.fail("none is needed"))
+        killable.flush()  # waits for the step
         kill(killable, 0, 1)
         error = raised(model.sync)
         for slot in killable.replica_set.slots.values():
-            if slot.successor is not None:  # else one that fails is taken for one that comes
-                slot.successor.join()
+            slot.successor.join()  # else one that fails is taken for one that comes
     assert isinstance(error, StateLost) and "last 2 steps" in str(error)
     plain, ordinary = small(killable, inside=False)
     advance(plain, ordinary, 0)

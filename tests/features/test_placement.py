@@ -55,7 +55,7 @@ def test_replicas_are_numbered_in_the_order_of_nodes() -> None:
     """Wherever Ray found room; CPU replicas stay where they are."""
     wanted = places((2, "cpu", 0, 1))
     holds = [Hold(None, 0, name) for name in ("a", "a", "c", "b")]
-    found = _in_order(dict(zip(wanted, holds, strict=True)), ["a", "b"])
+    found = _in_order(dict(zip(wanted, holds, strict=True)), {"a": 0, "b": 1})
     assert [found[place].node for place in places((0, 1, 2, "cpu"))] == ["a", "b", "c", "a"]
 
 
@@ -77,7 +77,7 @@ def test_a_cluster_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch)
     for gpus, count in ((2, 0), (0, 1)):
         monkeypatch.setattr(placement, "nodes", lambda gpus=gpus: [node("a", gpus)])
         monkeypatch.setattr(ray_api, "free", ", ".join)
-        placement.check_gpus([0, 1], [0, 1], Options())
+        placement.normalize([0, 1], Options())
         assert len(said) == count
         wanted = places((0, 1))
         text = str(placement.no_room(wanted, wanted, Options()))
@@ -144,7 +144,7 @@ def test_a_start_asks_nothing_of_a_cluster_that_was_left() -> None:
     for alive, error in ((False, ClusterError), (True, ExecutorClosed)):
         starter = object.__new__(Starter)
         starter.alive = starter.ended = lambda alive=alive: alive  # type: ignore[assignment]
-        starter.ended.is_set, starter.release = lambda: True, id  # type: ignore[attr-defined]
+        starter.ended.is_set, starter.holds = lambda: True, SimpleNamespace(release=id)  # type: ignore[attr-defined]
         with pytest.raises(error):
             starter.start({Place("cpu", 0): 0})
 
