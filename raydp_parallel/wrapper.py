@@ -24,7 +24,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -242,10 +242,9 @@ class DataParallel(nn.DataParallel[T]):
             if trained is not None:
                 trained.pull_all()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: gradients are summed with each backward, and their values are right."""
-        yield
+        return contextlib.nullcontext()
 
     # Calls.
 
@@ -361,12 +360,11 @@ class DataParallel(nn.DataParallel[T]):
         and the function that makes one output of the chunks'.
         """
         args, named = [inputs], [kwargs]
-        if isinstance(called, LossCall):
-            called.divided(inputs, kwargs)  # raises here what is wrong here
         if split:
             args, named = self.scatter(inputs, kwargs, self.device_ids)  # [1] scatter
             args, named = args or [()], named or [{}]
         if isinstance(called, LossCall):
+            called.divided(inputs, kwargs)  # raises here what is wrong here
             called = called.for_chunks(len(args), self.dim)
             if called.reduction != "none":
                 place = batch.output_place(self.output_device)
@@ -400,14 +398,12 @@ class DataParallel(nn.DataParallel[T]):
                 args, named = self.scatter(inputs, kwargs, self.device_ids)
                 inputs, kwargs = (args or [()])[0], (named or [{}])[0]
             if place.type == "cuda":
-                inputs, kwargs = batch.on_tensors((inputs, kwargs), lambda t: t.to(place))
+                inputs, kwargs = batch.mapped((inputs, kwargs), torch.Tensor, lambda t: t.to(place))
         home = module_device(self.module)
         inputs, kwargs = batch.resolved((inputs, kwargs), fetched, home)
         if isinstance(called, LossCall):
             called = replace(called, whole=True, reduction="none")
-        if callable(called):
-            return called(self.module, *inputs, **kwargs)
-        return getattr(self.module, called or "__call__")(*inputs, **kwargs)
+        return replica.called_on(self.module, called)(*inputs, **kwargs)
 
     @ambient.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:

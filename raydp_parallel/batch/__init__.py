@@ -4,8 +4,7 @@ from raydp_parallel.batch.by_reference import numbered as numbered
 from raydp_parallel.batch.by_reference import resolved as resolved
 from raydp_parallel.batch.containers import Function as Function
 from raydp_parallel.batch.containers import Keywords as Keywords
-from raydp_parallel.batch.containers import is_made_anew as is_made_anew
-from raydp_parallel.batch.containers import on_tensors as on_tensors
+from raydp_parallel.batch.containers import mapped as mapped
 from raydp_parallel.batch.containers import register_batch_type as register_batch_type
 from raydp_parallel.batch.containers import registered as registered
 from raydp_parallel.batch.containers import split_by_rule as split_by_rule

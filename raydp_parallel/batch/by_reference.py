@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.batch.containers import Function, mapped, on_tensors
+from raydp_parallel.batch.containers import Function, mapped
 
 
 class ByReference:
@@ -37,7 +37,7 @@ class ByReference:
 
 def numbered(value: object, numbers: dict[object, int]) -> Any:
     """Put numbers in the places of the references among a chunk's arguments."""
-    return _replaced(value, lambda one: ByReference([numbers[one.ref]], one.prepare))
+    return mapped(value, ByReference, lambda one: ByReference([numbers[one.ref]], one.prepare))
 
 
 def resolved(value: object, get: Callable[[Any], object], device: torch.device) -> Any:
@@ -55,13 +55,9 @@ def resolved(value: object, get: Callable[[Any], object], device: torch.device) 
                 # Nothing writes to it: what is still the object's own memory is copied.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 found = one.prepare(found)
-        return on_tensors(found, lambda t: _own(t, device))
+        return mapped(found, Tensor, lambda t: _own(t, device))
 
-    return _replaced(value, swap)
-
-
-def _replaced(value: object, swap: Function) -> object:
-    return mapped(value, lambda part: swap(part) if isinstance(part, ByReference) else part)
+    return mapped(value, ByReference, swap)
 
 
 def _own(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import operator
-from collections import OrderedDict, UserDict
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeGuard
@@ -101,20 +101,15 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield leaf if isinstance(leaf, Tensor) else leaf.data
 
 
-def on_tensors(value: object, change: Callable[[Tensor], object]) -> Any:
-    """Change all tensors in containers."""
-    return mapped(value, lambda part: change(part) if isinstance(part, Tensor) else part)
-
-
-def mapped(value: object, swap: Callable[[object], object]) -> Any:
-    """A nested value whose leaves went through ``swap``. Containers in which nothing changes stay
-    the same objects.
+def mapped(value: object, cls: type, swap: Function) -> Any:
+    """A nested value whose leaves of a class went through ``swap``. Containers in which nothing
+    changes stay the same objects.
     """
     kind = kind_of(value)
     parts = contents(value, kind)
     if not parts:
-        return swap(value)
-    found = {key: mapped(part, swap) for key, part in parts.items()}
+        return swap(value) if isinstance(value, cls) else value
+    found = {key: mapped(part, cls, swap) for key, part in parts.items()}
     alike = all(map(operator.is_, found.values(), parts.values()))
     return value if alike else container_like(value, kind, found)
 
@@ -134,28 +129,6 @@ def container_like(like: Any, kind: ContainerKind, parts: Parts) -> Any:
         if kind is ContainerKind.FIELDS or (dataclasses.is_dataclass(made) and key in vars(made)):
             object.__setattr__(made, key, part)
     return made
-
-
-_CONTAINERS = {tuple, list, dict, OrderedDict}
-
-
-def is_made_anew(value: object) -> bool:
-    """Tell if gather makes all anew that it returns of a value: neither a class nor a rule of the
-    user's may keep a part.
-    """
-    kind = type(value)
-    if kind is Tensor or kind in _CONSTANTS:
-        return True
-    own = getattr(value, "__dict__", {})
-    has_fields = dataclasses.is_dataclass(value) and bool(own)
-    known = has_fields or is_namedtuple(value) or (kind in _CONTAINERS and not own)
-    if not known or rules_of(kind)[1] is not None:
-        return False
-    parts = contents(value, kind_of(value))
-    has_more = any([v is not parts.get(k) and type(v) not in _CONSTANTS for k, v in own.items()])
-    if has_more or not {*map(type, parts)} <= _CONSTANTS:
-        return False
-    return all(map(is_made_anew, parts.values()))
 
 
 def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> None:

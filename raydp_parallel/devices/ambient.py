@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -31,19 +29,6 @@ class CallContext(NamedTuple):
     anomaly: tuple[bool, bool]  # on, checks for NaN
     cached: bool  # each chunk computes a parametrized tensor once
     flags: tuple[object, ...]  # process-wide settings, see FLAGS
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _context, (_packed(self),)
-
-
-@functools.lru_cache(16)  # most calls have the same
-def _packed(context: CallContext) -> bytes:
-    return pickle.dumps(tuple(context))
-
-
-@functools.lru_cache(16)
-def _context(packed: bytes) -> CallContext:
-    return CallContext(*pickle.loads(packed))
 
 
 _Flag = tuple[Callable[[], object], Callable[[Any], object]]

@@ -79,9 +79,7 @@ def _see_only(ids: Sequence[str]) -> None:
     A CPU replica sees none: a module that uses a GPU if there is one would take another replica's.
     """
     wanted = ",".join(ids) or ("" if torch.version.hip is None else "-1")  # ROCm takes "" for all
-    if os.environ.get(_named(_VISIBLE)) == wanted:
-        return
-    if torch.cuda.is_initialized():
+    if os.environ.get(_named(_VISIBLE)) != wanted and torch.cuda.is_initialized():
         raise RuntimeError(f"CUDA started before it was told to see only GPU {wanted or 'none'}")
     os.environ[_named(_VISIBLE)] = wanted
 

@@ -160,10 +160,9 @@ def wait_for_readers(reading: torch.cuda.Stream | None, waited: torch.cuda.Strea
     """Wait for all streams that read windows of models, and for one that reads another window, but
     for one that was waited for.
     """
-    streams = {*_readers, reading} - {waited, None}  # torch says of no stream that it is not None
+    streams = {*_readers, reading} - {waited}
     _readers.clear()
-    for stream in streams:
-        assert stream is not None
+    for stream in filter(None, streams):
         with contextlib.suppress(RuntimeError):  # one that has failed reads nothing any more
             stream.synchronize()
 

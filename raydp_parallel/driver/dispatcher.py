@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.batch.containers import on_tensors
+from raydp_parallel.batch.containers import mapped
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import OWN, Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
@@ -154,7 +154,7 @@ class Pending:
 
 def copied(value: object) -> Any:
     """Copy the tensors of an answer, so that it outlives the next request."""
-    return on_tensors(value, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+    return mapped(value, Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
 
 
 @dataclass

@@ -28,11 +28,6 @@ def _is_dispatched(func: Callable[..., object]) -> bool:
     return func in BLIND or isinstance(getattr(torch.ops.aten, func.__name__, None), _OPERATOR)
 
 
-def _replaced(value: object, change: Callable[[RemoteGrad], Tensor]) -> Any:
-    """Change all that stand for gradients among a function's arguments."""
-    return mapped(value, lambda part: change(part) if isinstance(part, RemoteGrad) else part)
-
-
 @dataclass(eq=False)
 class Stand:
     """Knowledge of the gradient for which a `RemoteGrad` stands. Others watch its end, which torch
@@ -92,7 +87,7 @@ class RemoteGrad(StandIn):
         """Give the value to functions that know no dispatcher."""
         if _is_dispatched(func):
             return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
-        values, named = _replaced((args, kwargs or {}), cls.writable)
+        values, named = mapped((args, kwargs or {}), RemoteGrad, cls.writable)
         found = func(*values, **named)
         if func == _SET_DATA and isinstance(args[0], RemoteGrad):  # also of another dtype
             args[0].stand.known = values[0]
@@ -111,6 +106,6 @@ class RemoteGrad(StandIn):
             return None if row is args[0] else args[0]
         written = func._schema.is_mutable
         change = cls.writable if written or func.is_view else cls.value
-        values, named = _replaced((args, kwargs or {}), change)
+        values, named = mapped((args, kwargs or {}), RemoteGrad, change)
         found = func(*values, **named)
         return args[0] if written and func._schema.returns else found

@@ -71,7 +71,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if group.current is None or not self.exchanges() or odd:
             return nn.BatchNorm1d.forward(self, input)
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        mean, var, count = _statistics(group.current, exact, input.shape, self.number)
+        mean, var, count = _statistics(group.current, exact, self.number)
         if self.training and self.track_running_stats:
             self._track(mean.detach(), var.detach() * (count / (count - 1)))
         shape = (1, -1, *[1] * (input.dim() - 2))
@@ -95,9 +95,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                     running.mul_(1 - factor).add_(found.to(running.dtype), alpha=factor)
 
 
-def _statistics(
-    exchange: group.Exchange, x: Tensor, shape: torch.Size, number: int
-) -> tuple[Tensor, Tensor, float]:
+def _statistics(exchange: group.Exchange, x: Tensor, number: int) -> tuple[Tensor, Tensor, float]:
     """Mean, variance and number of the values of each channel, over all chunks."""
     dims, channels = [0, *range(2, x.dim())], x.size(1)
     count = x.numel() // channels
@@ -112,8 +110,8 @@ def _statistics(
     total = float(sum(exchange.numbers))  # without a wait for a GPU
     if total <= 1:
         raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {shape} and as "
-            "good as nothing in the other chunks"
+            f"Expected more than 1 value per channel when training, got input size {x.shape} and "
+            "as good as nothing in the other chunks"
         )
     means, parts = rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
     mean = (counts * means).sum(0) / total

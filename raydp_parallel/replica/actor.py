@@ -64,13 +64,12 @@ def _refuse_debugger(*_: object, **__: object) -> None:
     raise ReplicaError(exceptions.NO_DEBUGGER)
 
 
-def _end_child(error: BaseException | None) -> None:
+def _end_child() -> None:
     """End a process that forward forked: the answer is its parent's."""
-    code = (error.code or 0) if isinstance(error, SystemExit) else int(error is not None)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code & 0xFF if isinstance(code, int) else 1)
+    os._exit(0)
 
 
 # Housekeeping does not show among a replica's tasks.
@@ -159,7 +158,7 @@ class ReplicaActor:
             return self._replica.answer(request)
         finally:
             if os.getpid() != self._pid:
-                _end_child(sys.exc_info()[1])
+                _end_child()
 
     @_quiet(concurrency_group="life")  # type: ignore[untyped-decorator]
     def live(self) -> None:

@@ -45,11 +45,10 @@ class _Head(Function):
 
     @staticmethod
     def backward(ctx: _Given, *_: Tensor) -> tuple[Tensor | None, ...]:
-        row = None, *ctx.grads
         if _OnlyTorch.begun is not None:
             sys.setprofile(_watch)  # on a GPU this is another thread
             _OnlyTorch.begun = True
-        return row
+        return None, *ctx.grads
 
 
 class _Given(FunctionCtx):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import pickle
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import compress, takewhile
 from operator import eq
@@ -218,13 +217,6 @@ class ReplicaModule:
         """Show a tensor in one of its two windows, with a storage and a version of its own."""
         key, offset, spec = mapped
         return self._windows[key][which].tensor(spec, offset)
-
-    def mark_stepped(self, tags: Collection[int]) -> None:
-        """Note which parameters optimizers here step: the master's contents are older from now
-        on.
-        """
-        for tag, one in self.tracked.items():
-            one.trained = tag in tags
 
     def contents(self, tag: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""

@@ -7,16 +7,16 @@ that follow from the call's seed and the chunk. So it does not matter which repl
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import time
 import warnings
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from raydp_parallel import batch
@@ -74,6 +74,11 @@ class Graph(NamedTuple):
     state: ForwardState  # the module that ran, and its tensors
 
 
+def called_on(module: nn.Module, called: batch.Function | str | None) -> batch.Function:
+    """Return what is called: a function that takes the module first, a method, or the module."""
+    return partial(called, module) if callable(called) else getattr(module, called or "__call__")
+
+
 class Replica:
     """Answers the requests of a driver, one after the other."""
 
@@ -96,6 +101,9 @@ class Replica:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
+                for key in getattr(request, "forget", ()):  # that nobody can ask for any more
+                    self._graphs.pop(key, None)
+                    self._models.pop(key, None)
                 found = ahead.take(request, graph)
                 if isinstance(request, ForwardRequest):
                     answer = self._forward(request)
@@ -105,7 +113,6 @@ class Replica:
                     self._exchange(request)
                     answer = Answer()
                 elif isinstance(request, Forget):
-                    self._forget(request.forget)
                     answer = Answer(held=(len(self._models), len(self._graphs)))
                 else:
                     answer = self._train(request)
@@ -164,12 +171,6 @@ class Replica:
             return contextlib.nullcontext()
         return self._exchange(seat).taking_part(seat)
 
-    def _forget(self, keys: tuple[int, ...]) -> None:
-        """Drop graphs and models that nobody can ask for any more."""
-        for key in keys:
-            self._graphs.pop(key, None)
-            self._models.pop(key, None)
-
     def _train(self, request: TrainingRequest) -> Answer:
         """Do what a driver asks for whose optimizers are here."""
         if isinstance(request, ResumeRequest):
@@ -203,7 +204,6 @@ class Replica:
 
     def _forward(self, request: ForwardRequest) -> Answer:
         """Run one chunk."""
-        self._forget(request.forget)
         terms, context, writes = request.terms, request.terms.context, Writes()
         reached = b""
         objects: dict[int, object] = {}  # of Ray's store
@@ -230,17 +230,14 @@ class Replica:
                 if objects:
                     get = objects.__getitem__
                     args, kwargs = batch.resolved((args, kwargs), get, self._device)
-                if callable(called):
-                    call = functools.partial(called, state.module)
-                else:
-                    call = getattr(state.module, called or "__call__")
+                call = called_on(state.module, called)
                 try:
                     with ambient.enter(context), raw_access.noting() as state.touched:
                         output = call(*args, **kwargs)
                 finally:
                     writes = module.end(state)  # [6] report
                 # Tensors are found wherever pickle reaches, also in objects of the user's classes.
-                value, anew = parcel(output, "output"), batch.is_made_anew(output)
+                value = parcel(output, "output")
         except BaseException as error:  # what was written until then is written
             return Answer(failure=exceptions.failure(error, terms.error_prefix), writes=writes)
         if request.key is not None and any(t.requires_grad for t in value.tensors):
@@ -253,11 +250,11 @@ class Replica:
             there = engine.reachable(value.tensors) if asked & {*marks} else ()
             pairs = zip(leaves, marks, strict=True)
             reached = bytes([n not in asked or id(t) in there for t, n in pairs])
-        return Answer(value, reached=reached, anew=anew, writes=writes)
+        # Gather makes a new tensor of plain ones; a container may keep what it is given.
+        return Answer(value, reached=reached, anew=type(output) is Tensor, writes=writes)
 
     def _backward(self, request: BackwardRequest, found: list[Tensor | None] | None) -> Answer:
         """Differentiate outputs of one chunk, unless the gradients are there already."""
-        self._forget(request.forget)
         terms, graph, writes = request.terms, self._graphs[request.graph], Writes()
         module, training, _ = graph.model
         if not graph.outputs:  # as torch says it, which has not seen the backward that was ahead

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.batch.containers import on_tensors
+from raydp_parallel.batch.containers import mapped
 from raydp_parallel.devices import ambient, threads
 from raydp_parallel.devices.layout import Row
 from raydp_parallel.devices.memory import copy_row
@@ -127,7 +127,7 @@ class ReplicaTraining:
         rows = vars(optimizer), *optimizer.param_groups
         for group, values in zip(rows, request.values, strict=True):
             for name, value in values.items():
-                group[name] = on_tensors(value, Tensor.clone)
+                group[name] = mapped(value, Tensor, Tensor.clone)
         engine.seed(self._module.device, request.terms.seed, 0)
         for p, tag in tags.items():
             p.grad = grads.get(tag)
@@ -152,7 +152,8 @@ class ReplicaTraining:
         """Make the optimizers; the weights have come with the state."""
         if self._module.device.type == "cpu":
             threads.return_large_blocks()
-        self._module.mark_stepped(request.stepped)
+        for tag, one in self._module.tracked.items():  # the master's contents are older from now on
+            one.trained = tag in request.stepped
         self._optimizers = {}
         row = [t.detach().clone() for t in request.optimizers.tensors]
         for number, one in request.optimizers.load(row).items():

@@ -17,7 +17,6 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import itertools
 import pickle
 import socket
 import struct
@@ -113,7 +112,6 @@ class Channel:
             else:
                 window = Window(size)
                 fds.insert(0, window.fd)
-            size = window.size
         if isinstance(window, Window):
             window.used(layout.size)
         waited = total = None
@@ -126,10 +124,9 @@ class Channel:
         summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)
         if summed and layout.size:
             total = memory.checksum(window.memory[: layout.size])
-        shared = [*map(attrgetter("size"), packet.windows)]
         # The number of the layout and, where the other end does not know them, its specs, the size
-        # of a new window, its description on a GPU, and sizes of windows that the message shares.
-        about = pickle.dumps((number, new, on_gpu, size, export, shared, total))
+        # of a new window, and its description on a GPU; and the sum of the bytes.
+        about = pickle.dumps((number, new, on_gpu, size, export, total))
         data = b"".join((_HEADER.pack(len(packet.body), len(about)), about, packet.body))
         self._sock.settimeout(timeout)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -165,7 +162,7 @@ class Channel:
         body, length = _HEADER.unpack_from(first)
         begin = _HEADER.size + length
         first += self._read(begin + body - len(first))
-        number, new, on_gpu, size, export, shared, total = pickle.loads(first[_HEADER.size : begin])
+        number, new, on_gpu, size, export, total = pickle.loads(first[_HEADER.size : begin])
         data = first[begin:]
         if export is not None:
             self._in[on_gpu] = GpuWindow(size, self.ipc or device or self._device, export)
@@ -173,7 +170,7 @@ class Channel:
             self._in[on_gpu] = Window(size, fds.pop(0))
         if new is not None:
             self._theirs[number] = Layout(new)
-        windows = [*itertools.starmap(Window, zip(shared, fds, strict=True))]
+        windows = [Window(0, fd) for fd in fds]
         layout, device = self._theirs[number], device or self._device
         self.traffic[1] += layout.size
         self._way = []

@@ -7,9 +7,7 @@ the specs and the memory of all plain tensors, of which no byte is ever pickled.
 
 from __future__ import annotations
 
-import copyreg
 import io
-import operator
 import pickle
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
@@ -102,22 +100,6 @@ def parcel(value: object, name: str) -> Parcel:
     return Parcel(file.getvalue(), pickler.tensors)
 
 
-class _Reducers(dict[type, Callable[..., pickling.Reduced]]):
-    """How values are reduced, by class. Pickle asks it without a call of Python for each value."""
-
-    def __missing__(self, kind: type) -> Callable[..., pickling.Reduced]:
-        if issubclass(kind, type):
-            raise KeyError(kind)  # classes have names
-        if issubclass(kind, Tensor):
-            return self[Tensor]
-        return _usual.setdefault(kind, copyreg.dispatch_table.get(kind, _as_usual))
-
-
-_as_usual = operator.methodcaller("__reduce_ex__", pickle.HIGHEST_PROTOCOL)
-_usual: dict[type, Callable[..., pickling.Reduced]] = {}
-"""How pickle itself reduces values, by class: those of messages are few."""
-
-
 class Packet(pickle.Pickler):
     """A message: its pickle, and what stands beside it."""
 
@@ -127,12 +109,19 @@ class Packet(pickle.Pickler):
         self.specs: list[Spec] = []  # the geometry of its tensors
         self.tensors: list[Tensor] = []  # without gaps; some may be part of a graph
         self.windows: list[Window] = []  # memory that it shares, of which descriptors travel
-        self.dispatch_table = own = _Reducers(_usual)
-        own[Tensor] = own[nn.Parameter] = self._tensor
-        own[Row], own[Window] = self._row, self._window
         self.dump(message)
         self.body = file.getvalue()
-        del self.dispatch_table  # which holds this object
+
+    def reducer_override(self, value: object) -> pickling.Reduced:
+        """Reduce what stands beside the pickle, and nothing else."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, Row):
+            return self._row(value)
+        if isinstance(value, Window):
+            self.windows.append(value)
+            return _window, (len(self.windows) - 1,)
+        return NotImplemented
 
     def _row(self, value: Row) -> pickling.Reduced:
         begin, found = len(self.tensors), [t for t in value if t is not None]
@@ -144,10 +133,6 @@ class Packet(pickle.Pickler):
             present = bytes([t is not None for t in value])
         return _row, (begin, len(self.tensors), present)
 
-    def _window(self, value: Window) -> pickling.Reduced:
-        self.windows.append(value)
-        return _window, (len(self.windows) - 1,)
-
     def _tensor(self, value: Tensor) -> pickling.Reduced:
         begin = len(self.tensors)
         plain = _leaf if value.requires_grad else _tensor, (begin,)
@@ -155,11 +140,14 @@ class Packet(pickle.Pickler):
             return plain
         odd = type(value) is not Tensor and type(value) is not nn.Parameter
         if odd or value.is_nested or value.is_quantized:
-            reduced = _reduce_whole(value)
+            file = io.BytesIO()
+            # A clone: the storage may hold other tensors.
+            torch.save(value.detach().clone(), file, pickling)
+            reduced: pickling.Reduced = _saved, (file.getvalue(),)
         elif value.is_meta:
-            return _as_usual(value)
+            return NotImplemented
         elif value.layout is not torch.strided:  # torch describes it by the plain ones that it has
-            reduced = _sparse, _as_usual(value.detach())[1]
+            reduced = _sparse, value.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1]
         else:  # a copy has no gaps, and the same order of strides
             self._take([value.detach().clone(memory_format=torch.preserve_format)])
             return plain
@@ -177,13 +165,6 @@ class Packet(pickle.Pickler):
         self.specs += specs_of(tensors)
         self.tensors += tensors
         return True
-
-
-def _reduce_whole(value: Tensor) -> pickling.Reduced:
-    file = io.BytesIO()
-    # A clone: the storage may hold other tensors.
-    torch.save(value.detach().clone(), file, pickling)
-    return _saved, (file.getvalue(),)
 
 
 def _sparse(kind: torch.layout, parts: tuple[Any, ...]) -> Tensor:

@@ -228,7 +228,7 @@ class Exchange:
         options.rootRank = self.root
         self.meet(0, run.nbytes)
         self._do(self._group, "broadcast", options, [own])
-        if own is not run:
+        if own.device != run.device:
             run.copy_(own)
 
     def add(

@@ -212,7 +212,6 @@ class Failure(NamedTuple):
     text: str  # its traceback
     error_prefix: str | None  # the place that upstream's words name
     exception: bytes | None  # the exception, pickled, if it is raised as it is
-    exit: bool  # the module asked the process to end
     loading: bool = False  # the arguments could not be loaded
 
 

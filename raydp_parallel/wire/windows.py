@@ -93,12 +93,11 @@ class Window(Run):
     map: mmap.mmap
 
     def __init__(self, size: int, fd: int | None = None, flags: int = mmap.MAP_SHARED) -> None:
-        size = max(PAGE, -(-size // PAGE) * PAGE)
         if fd is None:
             fd = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
-            os.ftruncate(fd, size)
+            os.ftruncate(fd, max(PAGE, -(-size // PAGE) * PAGE))
         self.fd, self._unused = fd, 0
-        self.map = mmap.mmap(fd, size, flags=flags)
+        self.map = mmap.mmap(fd, 0, flags=flags)  # all of it
         super().__init__(torch.frombuffer(self.map, dtype=torch.uint8))
         # Tensors keep the mapping when the window is gone, and the mapping its descriptor.
         weakref.finalize(self.map, os.close, fd).atexit = False
@@ -112,7 +111,7 @@ class Window(Run):
 
     def private(self) -> Window:
         """Map the memory once more: what is written there stays there."""
-        return Window(self.size, os.dup(self.fd), mmap.MAP_PRIVATE)
+        return Window(0, os.dup(self.fd), mmap.MAP_PRIVATE)
 
     def tensor(self, spec: Spec, offset: int) -> Tensor:
         """Show one tensor with a storage of its own: `torch.save` writes whole storages."""
