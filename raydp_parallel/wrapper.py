@@ -13,7 +13,7 @@ The journey of a batch. The numbers stand in the code as comments, such as `# [7
  [9]  attach         driver.autograd: Fork, Join     |
  [10] gather         batch.joining                   |
  backward: Joins put their gradients aside, then Fork makes
- [11] one trip       driver.autograd <==============>| differentiate the kept graph
+ [11] one trip       driver.backward <==============>| differentiate the kept graph
  [12] sum            driver.gradients, in chunk order|
 ```
 """

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -234,9 +234,9 @@ class ReplicaSet:
             slot.state = "away"
             self.recorder.event(f"{slot} left its node, which is about to end")
 
-    def choose(self, slot: ReplicaSlot, load: Mapping[ReplicaSlot, int]) -> ReplicaSlot:
-        """Return the slot that does a slot's work: itself, else that of its kind with the least
-        load, else the first that starts.
+    def choose(self, slot: ReplicaSlot, busy: Collection[ReplicaSlot]) -> ReplicaSlot:
+        """Return the slot that does a slot's work: itself, else one of its kind, better one that
+        is not busy, else the first that starts.
         """
         if slot.ready:
             return slot
@@ -247,7 +247,7 @@ class ReplicaSet:
             known = [other.successor.problem for other in kind if other.successor]
             raise next(filter(None, known), errors.PlacementError(late))
         able = [other for other in kind if other.ready]
-        return min(able, key=lambda s: (s is not slot, load.get(s, 0), s.index))
+        return min(able, key=lambda s: (s is not slot, s in busy, s.index))
 
     def lost(self, slot: ReplicaSlot, life: int, phase: str, cause: str) -> None:
         """Note that a replica died in a phase of a call, once, and replace it in the background."""

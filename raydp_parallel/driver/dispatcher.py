@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.driver.gradients import Sums
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.mirror import Master, Way
+from raydp_parallel.state.mirror import Mark, Master, Way
 from raydp_parallel.wire.group import close_store, open_store
 from raydp_parallel.wire.messages import (
     Answer,
@@ -107,6 +107,7 @@ class Call:
     makes: RemoteGraph | None = None
     # The rows of the chunk, and the class of the module that runs forward, for statistics.
     work: tuple[int, str] = (0, "")
+    mark: Mark | None = None  # of a backward: the model's tensors after its forward
 
     def prepare(self, slot: ReplicaSlot) -> None:
         """See to what the request takes for granted of a slot's replica."""
@@ -213,32 +214,30 @@ class Dispatcher:
     def start(self, flight: Flight) -> Flight:
         """Send the chunks that have no answer, as far as there are replicas for them."""
         flight.sent = {}
-        busy: dict[ReplicaSlot, int] = {}
-        prepared: list[tuple[int, ReplicaSlot, int]] = []
+        prepared: dict[ReplicaSlot, tuple[int, int]] = {}  # chunk and life
         try:
             for i, call in enumerate(flight.calls):
                 if i in flight.answers:
                     continue
                 if flight.attempt:  # while batches of `map` are in flight, the program goes on
                     call.refuse_changed()
-                slot = flight.on[i] if flight.on else self._choose(call, busy)
-                if slot in busy:
+                slot = flight.on[i] if flight.on else self._choose(call, prepared)
+                if slot in prepared:
                     continue  # its turn comes: a window holds one answer
-                busy[slot] = 1
-                prepared.append((i, slot, slot.life))
+                prepared[slot] = i, slot.life
                 for graph in call.needs:
                     if not graph.on(slot):
                         self.remake(graph, slot, call.phase, call.recipes.get(graph))
                 call.prepare(slot)
-            for i, slot, life in prepared:  # see [Note: a call is data]
+            for slot, (i, life) in prepared.items():  # see [Note: a call is data]
                 self.send(slot, flight, i, life)
         except BaseException:  # some may have been sent, and wait for the others
             if flight.grouped:
-                self._leave(flight)
+                (flight.leave or self.close_groups)()
             raise
         return flight
 
-    def _choose(self, call: Call, busy: dict[ReplicaSlot, int]) -> ReplicaSlot:
+    def _choose(self, call: Call, busy: Collection[ReplicaSlot]) -> ReplicaSlot:
         """Choose the slot whose replica runs a call."""
         slot = call.slot
         for graph in call.needs:
@@ -300,6 +299,10 @@ class Dispatcher:
         """Warn of what replicas warned, and raise the exception of the lowest chunk that failed
         (row A5); one of a chunk that only waited for another in vain comes last.
         """
+        # Also where a chunk raises: upstream's replica 0 wrote to the master itself (row R6).
+        for call, answer in zip(flight.calls, answers, strict=True):
+            if call.master is not None and answer.writes.tags:  # [8] effects
+                call.master.write_back(answer.writes, call.mark)
         failed = []
         for call, answer in zip(flight.calls, answers, strict=True):
             exceptions.warn_again(answer.warnings)
@@ -316,10 +319,6 @@ class Dispatcher:
         while self.groups:
             self.groups.popitem()[1].close()
 
-    def _leave(self, flight: Flight) -> None:
-        """Let the members of a group leave it."""
-        (flight.leave or self.close_groups)()
-
     def _wait_or_leave(self, flight: Flight) -> None:
         """Wait until the members of a group have answered. If one of them dies, or was not reached,
         or they take longer than they may, let the others leave: they may wait for it.
@@ -331,7 +330,7 @@ class Dispatcher:
         while not all([one.slot.client.has_answer(_LOOK / len(waited)) for one in waited]):
             lives = [one is not None and one.lives for one in sent]
             if not all(lives) or time.monotonic() > until:
-                self._leave(flight)
+                (flight.leave or self.close_groups)()
                 return
 
     def _died(self, flight: Flight, chunk: int, pending: Pending) -> str:

@@ -21,6 +21,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach
+from raydp_parallel.driver.backward import differentiate
 from raydp_parallel.driver.dispatcher import Call, Flight, RemoteGraph, copied
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.gradients import Numbers
@@ -84,9 +85,6 @@ class ForwardCall(Call):
         ambient.refuse_tangents(self._arguments.tensors)
         if isinstance(given.called, LossCall) and not terms.chunk:  # all chunks have the same
             refuse_own_parameters(given.module, parcel(given.called, "function").tensors)
-        # The state that the forward found, its structure, the replicas' steps, versions among its
-        # arguments, and the tensors that required a gradient.
-        self._before: tuple[int, bytes, int, list[int], list[Leaf]]
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
         self._spread: Seat | None = None  # its place among those with the same weights
@@ -109,6 +107,8 @@ class ForwardCall(Call):
         if copies or master.resident is not None:
             tensors = copied(tensors)
             self._arguments = self._arguments._replace(tensors=tensors)
+        # What the forward found: the state, its structure, the replicas' steps, versions among its
+        # arguments, and the tensors that required a gradient.
         state = master.revision, master.structure.bytes
         self._before = *state, steps, versions_of(tensors), master.leaves
         self.makes = None
@@ -281,11 +281,6 @@ class Forward:
                 overlays = {c.master: c.master.overlay() for c in self.calls if c.makes is not None}
                 for call in self.calls:
                     call.overlay = overlays.get(call.master)
-                # Also where another chunk raises: upstream's replica 0 wrote to the master itself
-                # (row R6).
-                for call, answer in zip(self.calls, answers, strict=True):
-                    if call.terms.reports and answer.writes.tags:  # [8] effects
-                        call.master.write_back(answer.writes)
                 dispatcher.effects(self.flight, answers)
             outputs: list[Parcel] = []
             lend = lend and not batch.registered
@@ -339,6 +334,6 @@ class Forward:
             call.release()
         # All chunks take part in backward, or none.
         together = self.flight.together and len(parts) == len(self.calls)
-        group = [call.slot for call in self.calls] if together else None
-        node = CallNode(self.executor, leaves, self.calls[0].given.unused, group, parts)
+        unused = self.calls[0].given.unused
+        node = CallNode(self.executor, leaves, unused, together, parts, differentiate)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach

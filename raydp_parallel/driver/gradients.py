@@ -7,11 +7,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.layout import Row
+from raydp_parallel.devices.layout import Layout, Row
 from raydp_parallel.devices.memory import is_used
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.mirror import Leaf, Master
@@ -60,7 +61,7 @@ class Sums:
     _chunks: Sequence[Numbers]  # of each chunk's leaves: those of the module, then inputs
     _sums: dict[int, Tensor] = field(default_factory=dict)
     _counts: dict[int, int] = field(default_factory=dict)  # how many were added one by one
-    _first: tuple[Row, Numbers] | None = None  # whose order the run has
+    _form: tuple[Layout | None, bytes | None, Numbers] | None = None  # how gradients lie in the run
     _run: Tensor = _NOTHING
     _lent: bool = False  # True as long as the run is the first chunk's
 
@@ -70,13 +71,11 @@ class Sums:
             return
         row, inputs = answer.rows
         numbers, others = self._chunks[at][: len(row)], self._chunks[at][len(row) :]
-        layout, alike = row.layout, False
-        if self._first is not None:  # a layout is one object for all rows of equal specs
-            first, its = self._first
-            alike = layout is first.layout and row.present == first.present and numbers == its
-        if layout is not None and self._first is None and not self._sums:
-            self._first, self._run, self._lent = (row, numbers), row.memory, True
-        elif layout is not None and alike:
+        layout = row.layout  # one object for all rows of equal specs
+        form = layout, row.present, numbers
+        if layout is not None and self._form is None and not self._sums:
+            self._form, self._run, self._lent = form, row.memory, True
+        elif layout is not None and form == self._form:
             size, device = layout.size, self._run.device
             into = _memory(self._master, size, device) if self._lent else self._run
             outs, grads = layout.runs(into), layout.runs(row.memory)
@@ -96,13 +95,13 @@ class Sums:
             self._run, self._lent = into.copy_(self._run), False
 
     def _take_apart(self) -> None:
-        if self._first is None:
+        if self._form is None:
             return
         self.copy_lent()
-        (row, numbers), self._first = self._first, None
-        assert row.layout is not None
-        there = [at for at, grad in zip(numbers, row, strict=True) if grad is not None]
-        for at, view in zip(there, row.layout.views(self._run), strict=True):
+        (layout, present, numbers), self._form = self._form, None
+        assert layout is not None
+        there = numbers if present is None else compress(numbers, present)
+        for at, view in zip(there, layout.views(self._run), strict=True):
             if at is not None:
                 self._sums[at] = view.to(self._leaves[at].tensor.device)
 

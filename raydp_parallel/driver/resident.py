@@ -318,7 +318,7 @@ class Resident:
         """Return the slots that step, in the order of devices."""
         slots = self._set.slots_for(self._ids)
         found = [slot for slot in dict.fromkeys(slots) if slot.ready]
-        return found or [self._set.choose(slots[0], {})]
+        return found or [self._set.choose(slots[0], ())]
 
     def _send(self, plan: _Plan) -> None:
         """Send a step to all members."""

@@ -19,7 +19,8 @@ from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.dispatcher import Call, Dispatcher, Flight, RemoteGraph
 from raydp_parallel.driver.remote_grad import Fetch, RemoteGrad, Stand
 from raydp_parallel.errors import GraphLost, StateChanged
-from raydp_parallel.state.mirror import Master
+from raydp_parallel.state.lagging import PLAINLY
+from raydp_parallel.state.mirror import Leaf, Master
 from raydp_parallel.wire.messages import GradientsRequest
 
 
@@ -48,7 +49,7 @@ class Kept(RemoteGraph):
 
     def __init__(self, chunk: int, sums: Mapping[int, Sum]) -> None:
         super().__init__(chunk)
-        self.recipe, self._sums = [], sums
+        self.recipe, self._sums, self._coming = [], sums, 0
 
     def remade_by(self, slot: ReplicaSlot, phase: str) -> list[Call]:
         """Return these backwards."""
@@ -59,7 +60,11 @@ class Kept(RemoteGraph):
             self.recipe = []
         return self.recipe
 
-    def note(self, trip: Call, life: int, sums: Iterable[Sum]) -> None:
+    def move(self, slot: ReplicaSlot | None) -> None:
+        """Note where a backward adds to it: nothing, if it fails, until all chunks' are noted."""
+        self.life, self._coming = -1, 0 if slot is None else slot.life
+
+    def note(self, trip: Call, sums: Iterable[Sum]) -> None:
         """Note to which sums a chunk's backward has added, and in which life of the slot; it makes
         that again.
         """
@@ -67,7 +72,7 @@ class Kept(RemoteGraph):
             self.recipe.append(trip)
         for one in sums:
             one.chunks.add(self.key)
-        self.life = life
+        self.life = self._coming
 
 
 class Gradients:
@@ -84,8 +89,10 @@ class Gradients:
 
     # In a backward.
 
-    def begin_backward(self) -> None:
-        """Begin a backward. Gradients that the program has cleared begin anew."""
+    def begin_backward(self, leaves: Mapping[int, Leaf]) -> dict[int, Sum]:
+        """Begin a backward, and return which of some leaves' gradients it leaves in the replicas.
+        Those that the program has cleared begin anew.
+        """
         self.begun += 1
         anew = []
         for tag, p in self._master.trained.items():
@@ -99,8 +106,13 @@ class Gradients:
             one.chunks, one.scale, one.missed = set(), None, False
         used = set[int]().union(*[one.chunks for one in self.sums.values()])
         self._kept = {chunk: kept for chunk, kept in self._kept.items() if chunk in used}
+        return {
+            at: self.sums[id(leaf)]
+            for at, (leaf, kind) in leaves.items()
+            if kind == "parameter" and PLAINLY(self._keeps, (), (leaf,))
+        }
 
-    def keeps(self, parameter: Tensor) -> bool:
+    def _keeps(self, parameter: Tensor) -> bool:
         """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
         one = self.sums.get(id(parameter))
         if one is None or not parameter.requires_grad or parameter.dtype.is_complex:  # as in gloo

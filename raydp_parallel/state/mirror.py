@@ -335,12 +335,11 @@ class Master:
             weights: Contents that it gets in the place of the master's.
         """
         key = revision, way
-        found = self._updates.get(key) if weights is None else None
-        if found is None and (weights is not None or revision != self.revision):
-            found = PLAINLY(self._collect, (), (*key, weights or {}))
-            if weights is None:
-                self._updates[key] = found
-        return found
+        if weights is not None:
+            return PLAINLY(self._collect, (), (*key, weights))  # type: ignore[no-any-return]
+        if key not in self._updates and revision != self.revision:
+            self._updates[key] = PLAINLY(self._collect, (), (*key, {}))
+        return self._updates.get(key)
 
     def _collect(self, revision: int, way: Way, weights: dict[int, Tensor]) -> StateUpdate:
         specs: dict[int, TensorSpec] = {}

@@ -15,7 +15,7 @@ if on_gpus.asked() != "cuda:0":
 
 MEMORY, CHANNEL = "devices/memory.py", "wire/channel.py"
 WAITS = [
-    ("driver/autograd.py", "here.wait_stream(stream)", "pass", "forward_on_a_stream"),
+    ("driver/autograd.py", ".wait_stream(stream)", "", "forward_on_a_stream"),
     (MEMORY, "last.synchronize()", "pass", "staging_is_written"),
     (MEMORY, "if on_gpu:\n        stream.synchronize()", "pass", "plain_module and ways1"),
     (MEMORY, "torch.cuda.current_stream(run.device).synchronize()", "pass", "plain_module"),
