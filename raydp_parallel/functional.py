@@ -4,89 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from raydp_parallel import batch
 from raydp_parallel.batch import Keywords
 from raydp_parallel.cluster.placement import Device, DeviceId, all_gpus, device_id
-from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import forward
 from raydp_parallel.driver.executor import Executor, shared
-from raydp_parallel.driver.forward import Called, ForwardChunk
+from raydp_parallel.driver.forward import RemoteReplica
 from raydp_parallel.options import Options, UnusedGrads
 from raydp_parallel.state.look import look
-
-
-@dataclass(eq=False, repr=False, init=False)
-class RemoteReplica:
-    """A module's replica on a device of the cluster. Called like the module; gradients reach the
-    module itself.
-
-    It is the module as it is when called: edits since `replicate` are seen. Methods and submodules
-    can be called, too.
-    """
-
-    module: nn.Module  # the master copy
-    device_id: DeviceId  # where the replica runs
-    _slot: ReplicaSlot
-    _executor: Executor
-    _detach: bool
-    _unused: UnusedGrads
-    _writes: bool  # back to the module, as the first one does
-    _called: Called = None
-
-    def __init__(self, **parts: object) -> None:
-        vars(self).update({"_called": None, **parts})
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name!r} cannot be set on a replica: set it on the module")
-
-    def __getattr__(self, name: str) -> Any:
-        # A value of the module's, or a method or submodule to be called there.
-        if name.startswith("__") or self.__dict__.get("_called", "") is not None:
-            raise AttributeError(f"RemoteReplica has no attribute {name!r}")
-        value = getattr(self.module, name)
-        if not callable(value):
-            return value
-        if hasattr(nn.Module, name) and name != "forward":
-            raise AttributeError(
-                f"RemoteReplica has no attribute {name!r}: the replica's module is in another "
-                "process. Change the module before the call, and read it after the call"
-            )
-        return replace(self, _called=name)
-
-    @ambient.uncompiled
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run the replica. An exception of the module is raised as it is, as a plain call would."""
-        executor, chunk = self._executor, self.chunk(args, kwargs)
-        with executor.replica_set.lock:  # nobody else's call may come between
-            return forward.start(executor, [chunk]).finish()[0]
-
-    def chunk(
-        self, args: object, kwargs: Keywords, dim: int = 0, number: int | None = None
-    ) -> ForwardChunk:
-        """Make a chunk of arguments for this replica. An exception names its number, if any."""
-        prefix = None if number is None else f"in replica {number} on device {self.device_id}"
-        positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
-        given = self._slot, self.module, positional, kwargs, prefix
-        rows = next(batch.sizes((positional, kwargs), dim), 0)
-        return ForwardChunk(*given, rows, self._detach, self._unused, self._called, self._writes)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_slot": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        vars(self)["_slot"] = self._executor.slots([self.device_id])[0]
-
-    def __repr__(self) -> str:
-        return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
-
 
 Modules = Sequence[RemoteReplica | nn.Module]
 
@@ -183,7 +114,7 @@ def apply(
             module = replace(made[i], _writes=True)
         chunks.append(module.chunk(inputs[i], kwargs_tup[i] if kwargs_tup else {}, dim, i))
     with executor.replica_set.lock:  # nobody else's call may come between
-        return forward.start(executor, chunks).finish(lend)
+        return forward.start(chunks).finish(lend)
 
 
 def module_device(module: nn.Module, ids: Sequence[DeviceId] = ()) -> torch.device:

@@ -537,7 +537,7 @@ class DataParallel(nn.DataParallel[T]):
                 for i, (a, k) in enumerate(zip(args, named, strict=True), first):
                     replica = replace(replicas[i], _called=called, _writes=False)
                     chunks.append(replica.chunk(a, k, self.dim, i if split else None))
-                flight = forward.start(self.executor, chunks, at_once=len(self.device_ids))
+                flight = forward.start(chunks, at_once=len(self.device_ids))
             return exceptions.ShortTraceback()(lambda: join(flight.finish()))
 
         return mapping.outputs(batches, begin, min(most, in_flight or most), on_error)

@@ -135,8 +135,6 @@ FLAGS: dict[str, _Flag] = {
 }
 """Each process-wide setting by the name below torch that sets it; precisions last."""
 
-_READS = [read for read, _ in FLAGS.values()]
-
 
 def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
     return tuple([(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _DEVICES])
@@ -154,7 +152,7 @@ def capture() -> CallContext:
         autocast_cache=torch.is_autocast_cache_enabled(),
         anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         cached=parametrize._cache_enabled > 0,
-        flags=tuple([read() for read in _READS]),
+        flags=tuple([read() for read, _ in FLAGS.values()]),
     )
 
 
@@ -162,10 +160,9 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[object]:
     """Run a block under the caller's state. Process-wide settings stay set, because the next call
     most often has the same.
     """
-    if tuple([read() for read in _READS]) != context.flags:
-        for (read, write), value in zip(FLAGS.values(), context.flags, strict=True):
-            if value is not None and read() != value:
-                write(value)
+    for (read, write), value in zip(FLAGS.values(), context.flags, strict=True):
+        if value is not None and read() != value:
+            write(value)
     rare = context.inference or context.anomaly[0] or context.cached
     # Dtypes also where it is off: blocks in the module have them by default.
     if not rare and context.autocast == _autocast():

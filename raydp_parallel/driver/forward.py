@@ -9,14 +9,16 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raydp_parallel import batch
+from raydp_parallel.batch import Keywords
+from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
@@ -46,19 +48,79 @@ _numbers = itertools.count(1)
 """Numbers of objects of Ray's store that replicas get beside messages."""
 
 
+@dataclass(eq=False, repr=False, init=False)
+class RemoteReplica:
+    """A module's replica on a device of the cluster. Called like the module; gradients reach the
+    module itself.
+
+    It is the module as it is when called: edits since `replicate` are seen. Methods and submodules
+    can be called, too.
+    """
+
+    module: nn.Module  # the master copy
+    device_id: DeviceId  # where the replica runs
+    _slot: ReplicaSlot
+    _executor: Executor
+    _detach: bool  # the module's parameters get no gradients
+    _unused: UnusedGrads  # those that no chunk used; all replicas of a call have the same
+    _writes: bool  # back to the module, as the first one does
+    _called: Called = None  # in place of the module's forward
+
+    def __init__(self, **parts: object) -> None:
+        vars(self).update({"_called": None, **parts})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name!r} cannot be set on a replica: set it on the module")
+
+    def __getattr__(self, name: str) -> Any:
+        # A value of the module's, or a method or submodule to be called there.
+        if name.startswith("__") or self.__dict__.get("_called", "") is not None:
+            raise AttributeError(f"RemoteReplica has no attribute {name!r}")
+        value = getattr(self.module, name)
+        if not callable(value):
+            return value
+        if hasattr(nn.Module, name) and name != "forward":
+            raise AttributeError(
+                f"RemoteReplica has no attribute {name!r}: the replica's module is in another "
+                "process. Change the module before the call, and read it after the call"
+            )
+        return replace(self, _called=name)
+
+    @ambient.uncompiled
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Run the replica. An exception of the module is raised as it is, as a plain call would."""
+        chunk = self.chunk(args, kwargs)
+        with self._executor.replica_set.lock:  # nobody else's call may come between
+            return start([chunk]).finish()[0]
+
+    def chunk(
+        self, args: object, kwargs: Keywords, dim: int = 0, number: int | None = None
+    ) -> ForwardChunk:
+        """Make a chunk of arguments for this replica. An exception names its number, if any."""
+        prefix = None if number is None else f"in replica {number} on device {self.device_id}"
+        positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
+        rows = next(batch.sizes((positional, kwargs), dim), 0)
+        return ForwardChunk(self, positional, kwargs, prefix, rows)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_slot": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        vars(self)["_slot"] = self._executor.slots([self.device_id])[0]
+
+    def __repr__(self) -> str:
+        return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
+
+
 class ForwardChunk(NamedTuple):
     """One chunk of a call, as it is given."""
 
-    slot: ReplicaSlot  # that it is for
-    module: nn.Module
+    replica: RemoteReplica  # that it is for
     args: tuple[object, ...]
     kwargs: dict[str, object]
     error_prefix: str | None  # the place that an exception names; None raises it as it is
     rows: int  # how many it has
-    detach: bool  # the module's parameters get no gradients
-    unused: UnusedGrads  # those that no chunk used; all chunks of a call have the same
-    called: Called  # in place of the module's forward
-    writes: bool  # back to the module, if it is the first one that does
 
 
 class ForwardCall(Call):
@@ -66,33 +128,34 @@ class ForwardCall(Call):
 
     master: Trainable
 
-    def __init__(
-        self, executor: Executor, terms: Terms, master: Trainable, given: ForwardChunk
-    ) -> None:
-        work = given.rows, type(given.module).__name__
-        super().__init__(given.slot, "forward", master=master, work=work)
-        self.executor, self.terms, self.given = executor, terms, given
+    def __init__(self, terms: Terms, master: Trainable, given: ForwardChunk) -> None:
+        replica, called = given.replica, given.replica._called
+        work = given.rows, type(replica.module).__name__
+        super().__init__(replica._slot, "forward", master=master, work=work)
+        self.terms, self.given = terms, given
         numbers = defaultdict[object, int](_numbers.__next__)
         args, kwargs = batch.numbered((given.args, given.kwargs), numbers)
         self.refs = {number: ref for ref, number in numbers.items()}
         try:
-            self._arguments = parcel((given.called, args, kwargs), "")
+            self._arguments = parcel((called, args, kwargs), "")
         except TransferError:
-            parcel(given.called, "function")  # raises the error with a path that the program knows
+            parcel(called, "function")  # raises the error with a path that the program knows
             parcel(args, "inputs")
             parcel(kwargs, "kwargs")
             raise
         ambient.refuse_tangents(self._arguments.tensors)
-        if isinstance(given.called, LossCall) and not terms.chunk:  # all chunks have the same
-            refuse_own_parameters(given.module, parcel(given.called, "function").tensors)
+        # The program's own tensors that gradients may be asked for.
+        self.inputs = [t for t in self._arguments.tensors if terms.context.grad and t.requires_grad]
+        if isinstance(called, LossCall) and not terms.chunk:  # all chunks have the same
+            refuse_own_parameters(replica.module, parcel(called, "function").tensors)
         self.overlay: dict[int, Tensor] | None = None  # None until the forward is over
         self._update: StateUpdate | None = None
         self._spread: Seat | None = None  # its place among those with the same weights
 
     @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors among its arguments that gradients may be asked for."""
-        return [t for t in self._arguments.tensors if self.terms.context.grad and t.requires_grad]
+    def executor(self) -> Executor:
+        """The executor that runs it."""
+        return self.given.replica._executor
 
     def note_state(self, copies: bool, *seats: Seat | None) -> None:
         """Note the module's state, and give the chunk a graph if it may have one. The call may
@@ -134,7 +197,7 @@ class ForwardCall(Call):
             if spread.rank != spread.root:
                 update = update._replace(parts=(), size=0)
         # Hooks on a parameter that is not used would be called with None.
-        unused, leaves = self.given.unused == "none", self.master.leaves
+        unused, leaves = self.given.replica._unused == "none", self.master.leaves
         asked = [leaf.tensor for leaf in leaves if unused or leaf.kind == "attribute"]
         return ForwardRequest(
             self.terms,
@@ -155,7 +218,8 @@ class ForwardCall(Call):
         self._update = None
         self.work = Call.work  # another run is no call
         # The caller's may be freed.
-        self.given = self.given._replace(module=_NO_MODULE, args=(), kwargs={}, called=None)
+        replica, self.inputs = replace(self.given.replica, module=_NO_MODULE, _called=None), []
+        self.given = self.given._replace(replica=replica, args=(), kwargs={})
 
     def changed(self) -> str | None:
         """Say what is not as the forward found it."""
@@ -186,8 +250,8 @@ class ForwardCall(Call):
                 "DataLoader(..., drop_last=True), or fewer devices"
             )
             return failure._replace(text=failure.text + text)
-        parts = {"function": given.called, "inputs": given.args, "kwargs": given.kwargs}
-        parts["module"] = given.module
+        parts = {"function": given.replica._called, "inputs": given.args, "kwargs": given.kwargs}
+        parts["module"] = given.replica.module
         for name, part in parts.items() if failure.loading else ():
             try:
                 exceptions.reraise(failure, "")
@@ -206,11 +270,10 @@ def refuse_own_parameters(module: nn.Module, carried: Sequence[Tensor]) -> None:
         )
 
 
-def start(
-    executor: Executor, chunks: Sequence[ForwardChunk], at_once: int | None = None
-) -> Forward:
+def start(chunks: Sequence[ForwardChunk], at_once: int | None = None) -> Forward:
     """Send all chunks of a call. So many chunks of several calls may run ``at_once``."""
     ambient.refuse_transforms()
+    executor = chunks[0].replica._executor
     context, dispatcher = ambient.capture(), executor.dispatcher
     with executor.replica_set.calling():
         # One number of the caller's generator: the same seed repeats all chunks (row A10).
@@ -219,14 +282,14 @@ def start(
         sources.current()  # what was edited since its import travels by value, with arguments, too
         calls: list[ForwardCall] = []
         for i, given in enumerate(chunks):
-            master = executor.master(given.module)
-            writes = given.writes and master not in [c.master for c in calls if c.terms.reports]
+            replica = given.replica
+            master = executor.master(replica.module)
+            writes = replica._writes and master not in [c.master for c in calls if c.terms.reports]
             terms = Terms(i, context, threads, given.error_prefix, writes, seed)
-            calls.append(ForwardCall(executor, terms, master, given))
-        inputs = [call.inputs for call in calls]
+            calls.append(ForwardCall(terms, master, given))
         masters = [*dict.fromkeys([call.master for call in calls])]
-        slots = [given.slot for given in chunks]
-        together = groups.have_layers([given.module for given in chunks], slots)
+        slots = [given.replica._slot for given in chunks]
+        together = groups.have_layers([given.replica.module for given in chunks], slots)
         while True:
             for master in masters:
                 if (resident := master.resident) is not None:
@@ -247,7 +310,7 @@ def start(
             # Replicas compute now, and this process has time.
             edited = [master.verify() for master in masters]  # [5] verify
             if not any(edited):
-                return Forward(executor, calls, inputs, flight, handle)
+                return Forward(calls, flight, handle)
             # Contents had changed behind their versions: the same forward, with these.
             with contextlib.suppress(StateChanged):  # a death had it run again
                 dispatcher.finish(flight)
@@ -258,9 +321,7 @@ def start(
 class Forward:
     """A call whose chunks were sent."""
 
-    executor: Executor
     calls: Sequence[ForwardCall]  # the chunks
-    inputs: Sequence[list[Tensor]]  # of each, the program's own
     flight: Flight  # their requests
     handle: GraphHandle  # frees their graphs
 
@@ -271,7 +332,7 @@ class Forward:
             lend: True if outputs may lie in memory that the next call overwrites, where all that
                 gather makes of them is new. The caller holds the executor's lock until then.
         """
-        dispatcher = self.executor.dispatcher
+        dispatcher = self.calls[0].executor.dispatcher
         with dispatcher.replica_set.lock:  # answers lie in windows until their outputs are taken
             with dispatcher.replica_set.calling():
                 answers = dispatcher.finish(self.flight)  # [7] wait
@@ -320,20 +381,21 @@ class Forward:
         # Where chunks reach the same leaves.
         alike: dict[tuple[Trainable, bytes], Numbers] = {}
         parts: dict[int, Part] = {}
-        for call, own, answer, row in zip(self.calls, self.inputs, answers, rows, strict=True):
+        for call, answer, row in zip(self.calls, answers, rows, strict=True):
             if call.makes is None or not any([t.requires_grad for t in row]):
                 continue
             master, count = call.master, len(call.master.leaves)
-            key = master, bytes(count) if call.given.detach else answer.reached[:count]
+            key = master, bytes(count) if call.given.replica._detach else answer.reached[:count]
             if key not in alike:
                 alike[key] = number(master.leaves, key[1])
-            inputs = number([Leaf(t, "input") for t in own], answer.reached[count:])
+            inputs = number([Leaf(t, "input") for t in call.inputs], answer.reached[count:])
             leads = marks[master], [*alike[key], *inputs]
             parts[call.terms.chunk] = Part(call.makes, call.terms, call.slot, master, *leads)
         for call in self.calls:
             call.release()
         # All chunks take part in backward, or none.
         together = self.flight.together and len(parts) == len(self.calls)
-        unused = self.calls[0].given.unused
-        node = CallNode(self.executor, leaves, unused, together, parts, differentiate)
+        call = self.calls[0]
+        unused = call.given.replica._unused
+        node = CallNode(call.executor, leaves, unused, together, parts, differentiate)
         attach(node, self.handle, dict(enumerate(rows)))  # [9] attach

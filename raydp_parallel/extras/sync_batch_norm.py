@@ -58,10 +58,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     number = 0
     """Its number among those of its module."""
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        group.exchanging_layers[SyncBatchNorm] = SyncBatchNorm.exchanges
-
     def exchanges(self) -> bool:
         """Tell whether it uses the batch's statistics, and not the running ones."""
         return self.training or (self.running_mean is None and self.running_var is None)
@@ -93,6 +89,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             for running, found in ((self.running_mean, mean), (self.running_var, var)):
                 if running is not None:
                     running.mul_(1 - factor).add_(found.to(running.dtype), alpha=factor)
+
+
+group.exchanging_layers[SyncBatchNorm] = SyncBatchNorm.exchanges
 
 
 def _statistics(exchange: group.Exchange, x: Tensor, number: int) -> tuple[Tensor, Tensor, float]:
@@ -145,5 +144,4 @@ def convert_sync_batchnorm(module: M) -> M:
             part.__class__ = SyncBatchNorm
             part.process_group = None  # type: ignore[assignment]
         part.number = number  # type: ignore[assignment]
-        group.exchanging_layers[SyncBatchNorm] = SyncBatchNorm.exchanges
     return module

@@ -116,10 +116,10 @@ class ReplicaActor:
                 return str(error)
             if peer(sock)[1] != os.getuid():
                 return "another user has its socket"
-            channel = self._channel = Channel(sock, self._device, self._device.type == "cuda")
+            channel = self._channel = Channel(sock, self._device.type == "cuda")
             with contextlib.suppress(EOFError, ConnectionError):
                 while True:
-                    self._respond(channel.receive, channel.send)
+                    self._respond(lambda: channel.receive(None, self._device), channel.send)
         return ""
 
     def answer(self, *parts: Any) -> Flat:

@@ -315,7 +315,7 @@ def _summed(exchange: Exchange, needed: bytes, graph: Graph, grads: list[Tensor 
             runs.append(run)
             sums.update(zip(row, parts, strict=True))
         what = hash(tuple([graph.tags[at] for at in sums]))
-        exchange.add(runs, range(exchange.size), exchange.root, what)
+        exchange.add(runs, range(exchange.size), what)
     except (Abandoned, Differing):
         return b""
     except torch.OutOfMemoryError:

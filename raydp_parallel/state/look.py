@@ -221,7 +221,7 @@ def build(
     finally:
         vars(_building).clear()
     parts: list[nn.Module] = [module]
-    while parts:  # `modules` takes ten times as long
+    while parts:  # `modules` calls ten times as many functions
         part = parts.pop()
         vars(part)[_FLAG] = True
         parts += [t for t in part._modules.values() if t is not None and _FLAG not in vars(t)]
@@ -231,14 +231,9 @@ def build(
 
 
 def check_devices(module: nn.Module) -> None:
-    """Raise upstream's error for a module with parameters and buffers on several devices (row F1).
-
-    Walks by itself, in half the time of `parameters`: it runs before each forward in place.
-    """
-    found: dict[torch.device, None] = {}
-    for child in module.modules():
-        rows = child._parameters.values(), child._buffers.values()
-        found.update(dict.fromkeys([t.device for row in rows for t in row if t is not None]))
+    """Raise upstream's error for a module on several devices (row F1)."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    found = dict.fromkeys([t.device for t in tensors])
     if len(found) > 1:
         first, other, *_ = found
         raise RuntimeError(

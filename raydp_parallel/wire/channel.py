@@ -36,7 +36,8 @@ _HEADER = struct.Struct("!QQ")
 
 _FIRST, _CHUNK = 1 << 14, 1 << 20
 """The most bytes that are read of a frame at first, and later on."""
-_NOTHING = Run(torch.empty(0, dtype=torch.uint8, device="cpu"))
+_CPU = torch.device("cpu")
+_NOTHING = Run(torch.empty(0, dtype=torch.uint8, device=_CPU))
 _DESCRIPTORS = 64
 _CUT = int(socket.MSG_CTRUNC)  # as an enum it costs as much as the receiving
 _LEAST = 1e-3
@@ -50,16 +51,11 @@ class Channel:
 
     Args:
         sock: The socket.
-        device: Where tensors of received frames go, unless the receiver names another device; on a
-            CPU they stay in the window.
         summed: True if a GPU takes part, so that sums of the bytes are compared now and then.
     """
 
-    def __init__(
-        self, sock: socket.socket, device: torch.device | None = None, summed: bool = False
-    ) -> None:
+    def __init__(self, sock: socket.socket, summed: bool = False) -> None:
         self._sock = sock
-        self._device = device or torch.device("cpu")
         self._summed = summed
         self._frames = 0
         self.ipc: torch.device | None = None  # the GPU that both ends compute on, if windows may
@@ -114,16 +110,13 @@ class Channel:
                 fds.insert(0, window.fd)
         if isinstance(window, Window):
             window.used(layout.size)
-        waited = total = None
-        if layout.size:
-            waited = memory.download(packet.tensors, layout, window)
+        waited = memory.download(packet.tensors, layout, window)
         # The other end may write to what this one reads once it has this frame.
         reading, self._reading = self._reading, None
         memory.wait_for_readers(reading, waited)
         self._frames += 1
         summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)
-        if summed and layout.size:
-            total = memory.checksum(window.memory[: layout.size])
+        total = memory.checksum(window.memory[: layout.size]) if summed else None
         # The number of the layout and, where the other end does not know them, its specs, the size
         # of a new window, and its description on a GPU; and the sum of the bytes.
         about = pickle.dumps((number, new, on_gpu, size, export, total))
@@ -139,13 +132,13 @@ class Channel:
         self._known[specs], self._out[on_gpu] = known, window
         self.traffic[0] += layout.size
 
-    def receive(self, timeout: float | None = None, device: torch.device | None = None) -> Any:
+    def receive(self, timeout: float | None = None, device: torch.device = _CPU) -> Any:
         """Receive a message; its tensors are valid until the other end's next one, unless they were
         brought to a GPU.
 
         Args:
             timeout: Seconds to wait for it, and in which more of it has to come.
-            device: Where its tensors go.
+            device: Where its tensors go; on a CPU they stay in the window.
 
         Raises:
             EOFError: The other process ended.
@@ -165,13 +158,13 @@ class Channel:
         number, new, on_gpu, size, export, total = pickle.loads(first[_HEADER.size : begin])
         data = first[begin:]
         if export is not None:
-            self._in[on_gpu] = GpuWindow(size, self.ipc or device or self._device, export)
+            self._in[on_gpu] = GpuWindow(size, self.ipc or device, export)
         elif size:
             self._in[on_gpu] = Window(size, fds.pop(0))
         if new is not None:
             self._theirs[number] = Layout(new)
         windows = [Window(0, fd) for fd in fds]
-        layout, device = self._theirs[number], device or self._device
+        layout = self._theirs[number]
         self.traffic[1] += layout.size
         self._way = []
         if not layout.specs:

@@ -33,8 +33,8 @@ def _tensor(number: int) -> Tensor:
     return _opening.get()[0][number]  # type: ignore[no-any-return]
 
 
-def _leaf(number: int) -> Tensor:
-    return _opening.get()[0][number].detach().requires_grad_()  # type: ignore[no-any-return]
+def _alone(number: int) -> Tensor:
+    return _opening.get()[0][number].detach()  # type: ignore[no-any-return]
 
 
 def _window(number: int) -> Window:
@@ -134,23 +134,19 @@ class Packet(pickle.Pickler):
         return _row, (begin, len(self.tensors), present)
 
     def _tensor(self, value: Tensor) -> pickling.Reduced:
-        begin = len(self.tensors)
-        plain = _leaf if value.requires_grad else _tensor, (begin,)
-        if self._take([value]):
-            return plain
+        reduced: pickling.Reduced = _alone, (len(self.tensors),)
         odd = type(value) is not Tensor and type(value) is not nn.Parameter
         if odd or value.is_nested or value.is_quantized:
             file = io.BytesIO()
             # A clone: the storage may hold other tensors.
             torch.save(value.detach().clone(), file, pickling)
-            reduced: pickling.Reduced = _saved, (file.getvalue(),)
+            reduced = _saved, (file.getvalue(),)
         elif value.is_meta:
             return NotImplemented
         elif value.layout is not torch.strided:  # torch describes it by the plain ones that it has
             reduced = _sparse, value.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1]
-        else:  # a copy has no gaps, and the same order of strides
+        elif not self._take([value]):  # a copy has no gaps, and the same order of strides
             self._take([value.detach().clone(memory_format=torch.preserve_format)])
-            return plain
         return *reduced, value.requires_grad or None, None, None, Tensor.requires_grad_
 
     def _take(self, tensors: list[Tensor]) -> bool:

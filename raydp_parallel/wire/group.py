@@ -231,16 +231,13 @@ class Exchange:
         if own.device != run.device:
             run.copy_(own)
 
-    def add(
-        self, runs: Sequence[Tensor], order: Sequence[int], root: int | None = None, what: int = 0
-    ) -> None:
+    def add(self, runs: Sequence[Tensor], order: Sequence[int], what: int = 0) -> None:
         """Sum the members' runs in place: of each piece, each member adds one part. They meet once:
         who fails later is noticed as one that fails within a run is.
 
         Args:
             runs: This member's; the length of each is a multiple of the group's size.
             order: The members whose runs are added, in this order.
-            root: The member that gets the sums; None if all do. The others' runs stay as they are.
             what: Says what the runs are; the same for all members.
         """
         pieces = [piece for run in runs for piece in run.split(_PIECE * self.size)]
@@ -255,15 +252,8 @@ class Exchange:
             total = parts[order[0]]
             for member in order[1:]:
                 total.add_(parts[member])
-            if root is None:
-                options = dist.distributed_c10d.AllgatherOptions()
-                self._do(self._group, "_allgather_base", options, own, total)
-            else:
-                sent = [part if rank == root else 0 for rank in range(self.size)]
-                taken = [part if self.rank == root else 0] * self.size
-                options = dist.AllToAllOptions()
-                into = own[: sum(taken)]
-                self._do(self._group, "alltoall_base", options, into, total, taken, sent)
+            options = dist.distributed_c10d.AllgatherOptions()
+            self._do(self._group, "_allgather_base", options, own, total)
             if own.device != piece.device:
                 piece.copy_(own)
 
@@ -337,7 +327,7 @@ current: Exchange | None = None
 
 exchanging_layers: dict[type, Callable[..., bool]] = {}
 """The classes of layers that use it, each with a function that tells if a layer does so now. One is
-entered with its first layer in this process: from then on models are searched for it.
+entered as its module is imported: from then on models are searched for it.
 """
 
 

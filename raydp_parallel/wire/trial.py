@@ -76,16 +76,14 @@ def try_group(exchange: Exchange, device: torch.device) -> None:
             sent = _numbers(row, *[(n, own, to) for to in everyone])
             run = _late(sent * (own == exchange.root))
             exchange.spread(run)
-            total, totals = _late(sent).view(-1), _late(sent).view(-1)
-            exchange.add([total], everyone, 0)
+            totals = _late(sent).view(-1)
             exchange.add([totals], everyone)
-            sums = torch.zeros_like(total)
+            sums = torch.zeros_like(totals)
             for by in everyone:
                 sums += _numbers(row, *[(n, by, to) for to in everyone]).view(-1)
             found = [
                 (run, _numbers(row, *[(n, exchange.root, to) for to in everyone])),
                 (exchange.swap(_late(sent)), _numbers(row, *[(n, by, own) for by in everyone])),
-                (total, sums if own == 0 else sent.view(-1)),
                 (totals, sums),
             ]
             for got, expected in found:
