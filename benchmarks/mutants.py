@@ -31,6 +31,10 @@ FIRST = {
     "cluster/": ("features/test_placement.py", "features/test_executor.py"),
     "command.py": ("test_monitoring.py",),
     "devices/": ("features/test_gpu.py", "contract/test_contract_apply.py"),
+    "driver/backward.py": (
+        "contract/test_contract_autograd.py",
+        "contract/test_train_in_replicas.py",
+    ),
     "driver/dispatcher.py": ("contract/test_contract_autograd.py", "faults/test_faults.py"),
     "driver/loss.py": ("contract/test_loss_in_replicas.py",),
     "driver/reporter.py": ("test_monitoring.py",),

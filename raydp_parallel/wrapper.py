@@ -24,7 +24,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -242,9 +242,10 @@ class DataParallel(nn.DataParallel[T]):
             if trained is not None:
                 trained.pull_all()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Do nothing: gradients are summed with each backward, and their values are right."""
-        return contextlib.nullcontext()
+        yield
 
     # Calls.
 

@@ -54,26 +54,27 @@ def differentiate(
     higher, slots = torch.is_grad_enabled(), [part.slot for part in call.parts.values()]
     dispatcher = call.executor.dispatcher
     fates: dict[int | None, int] = dict.fromkeys(needed, SENT)
-    with dispatcher.replica_set.calling():
-        master, *more = {part.master for part in call.parts.values()}
-        resident = None if higher or more or captured or not needed else master.resident
-        kept: dict[int, Sum] = {}
-        if resident is not None:
-            resident.collect()
-            kept = resident.gradients.begin_backward({at: call.leaves[at] for at in needed})
-            fates.update(dict.fromkeys(kept, KEPT))
-        layers = groups.of_layers(dispatcher, slots) if call.together else []
-        if higher:
-            return DerivedBackward(call, ending, fates, layers).run()
-        if resident is not None and kept:
-            return KeptBackward(call, ending, fates, layers, resident.gradients, kept).run()
-        plain = Backward(call, ending, fates, layers)
-        row = [at for at in needed if call.leaves[at].kind == "parameter"]
-        seats = plain.seats_for_sums(row)
-        if not seats:
-            return plain.run()
-        fates.update(dict.fromkeys(row, SUMMED))
-        return SummedBackward(call, ending, fates, layers or seats).run()
+    with dispatcher.replica_set.lock:  # nobody else's call may come between
+        with dispatcher.replica_set.calling():
+            master, *more = {part.master for part in call.parts.values()}
+            resident = None if higher or more or captured or not needed else master.resident
+            kept: dict[int, Sum] = {}
+            if resident is not None:
+                resident.collect()
+                kept = resident.gradients.begin_backward({at: call.leaves[at] for at in needed})
+                fates.update(dict.fromkeys(kept, KEPT))
+            layers = groups.of_layers(dispatcher, slots) if call.together else []
+            if resident is not None and kept:
+                return KeptBackward(call, ending, fates, layers, resident.gradients, kept).run()
+            plain = Backward(call, ending, fates, layers)
+            row = [at for at in needed if call.leaves[at].kind == "parameter"]
+            seats = [] if higher else plain.seats_for_sums(row)
+            if seats:
+                fates.update(dict.fromkeys(row, SUMMED))
+                return SummedBackward(call, ending, fates, layers or seats).run()
+            if not higher:
+                return plain.run()
+        return DerivedBackward(call, ending, fates, layers).run()
 
 
 @dataclass(eq=False)
@@ -261,16 +262,17 @@ class DerivedBackward(Backward):
         handle = GraphHandle([*self._graphs.values()], [*dict.fromkeys(self.ending.pinned)])
         rows: dict[int, list[Tensor]] = {}
         places: list[tuple[int, int, int]] = []
-        for (i, given), (_, answer) in zip(self._outputs.items(), self._trip(), strict=True):
-            part, row, begin = call.parts[i], rows.setdefault(i, []), len(leaves)
-            leaves += [Leaf(grad, "input") for _, found in given for _, grad in found]
-            own = range(begin, len(leaves))
-            derived.parts[i] = part._replace(graph=self._graphs[i], leaves=own)
-            found = [grad for grads in answer.rows for grad in grads]
-            for leaf, grad in zip(part.leaves, found, strict=True):
-                if grad is not None and leaf is not None:
-                    places.append((leaf, i, len(row)))
-                    row.append(copied(grad.to(call.leaves[leaf].tensor.device)))
+        with call.executor.replica_set.calling():  # and not what follows: outputs are the caller's
+            for (i, given), (_, answer) in zip(self._outputs.items(), self._trip(), strict=True):
+                part, row, begin = call.parts[i], rows.setdefault(i, []), len(leaves)
+                leaves += [Leaf(grad, "input") for _, found in given for _, grad in found]
+                own = range(begin, len(leaves))
+                derived.parts[i] = part._replace(graph=self._graphs[i], leaves=own)
+                found = [grad for grads in answer.rows for grad in grads]
+                for leaf, grad in zip(part.leaves, found, strict=True):
+                    if grad is not None and leaf is not None:
+                        places.append((leaf, i, len(row)))
+                        row.append(copied(grad.to(call.leaves[leaf].tensor.device)))
         attach(derived, handle, rows)
         sums: dict[int, Tensor] = {}
         for leaf, i, k in places:

@@ -40,13 +40,14 @@ class NotLoaded(Exception):
 def failure(error: BaseException, error_prefix: str | None) -> Failure:
     """Take down the exception that is being handled."""
     cause = error.__cause__ if isinstance(error, NotLoaded) else None
-    error = cause or error
+    error = error if cause is None else cause
     return Failure(
         kind=_pickled(type(error)),
         name=f"{type(error).__module__}.{type(error).__qualname__}",
         text=_told(error),
         error_prefix=error_prefix,
         exception=_pickled_whole(error) if error_prefix is None else None,
+        exit=not isinstance(error, Exception),
         loading=cause is not None,
     )
 
@@ -85,14 +86,14 @@ def reraise(found: Failure, replica: str) -> None:
     """Raise an exception of a replica: the same type, with upstream's words."""
     if found.name == "bdb.BdbQuit":
         raise ReplicaError(f"{replica}: {NO_DEBUGGER}.\n{found.text}")
-    kind, prefix = _loaded(found.kind), found.error_prefix or f"in {replica}"
-    if kind is not None and not issubclass(kind, Exception):
+    if found.exit:
         raise ReplicaExit(
             f"the module ended with {found.name} in {replica}; its process goes on.\n{found.text}"
         )
     error = _exception(found.exception)
     if error is not None:
         raise error from ReplicaTraceback(f"\n{found.text}")
+    kind, prefix = _loaded(found.kind), found.error_prefix or f"in {replica}"
     if kind is None:
         raise RuntimeError(f"Caught {found.name} {prefix}.\nOriginal {found.text}")
     wrapper = ExceptionWrapper((kind, None, None), prefix)

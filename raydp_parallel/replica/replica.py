@@ -299,8 +299,8 @@ class Replica:
 
 
 def _summed(exchange: Exchange, needed: bytes, graph: Graph, grads: list[Tensor | None]) -> bytes:
-    """Sum gradients over the group, for its root; returns which were. Where that fails, or chunks
-    have gradients of other parameters, the driver gets them as they are.
+    """Sum gradients over the group, whose root sends the sums; returns which were. Where that
+    fails, or chunks have gradients of other parameters, the driver gets them as they are.
     """
     chosen: dict[torch.dtype, dict[int, Tensor]] = {}
     for at, (code, grad) in enumerate(zip(needed, grads, strict=True)):

@@ -151,7 +151,7 @@ class Exchange:
     """
 
     def __init__(self, request: Seat, device: torch.device) -> None:
-        # This member, how many there are, and the one that gets sums, and passes weights on.
+        # This member, how many there are, and the one that sends sums, and passes weights on.
         self.rank, self.size, self.root = request.rank, request.size, request.root
         self._device = device if request.nccl else torch.device("cpu")
         self._patience = timedelta(seconds=request.timeout)

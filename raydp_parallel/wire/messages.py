@@ -26,7 +26,7 @@ class Seat(NamedTuple):
     timeout: float  # seconds to wait for the others
     layers: bool = False  # layers of the module exchange tensors
     nccl: bool = False  # tensors go from GPU to GPU
-    root: int = 0  # the member that gets sums, and passes weights on
+    root: int = 0  # the member that sends sums to the driver, and passes weights on
     # The group's store: its memory, or host and port; only for those that join.
     address: Window | tuple[str, int] | None = None
 
@@ -129,8 +129,8 @@ class ForwardRequest(NamedTuple):
 
 
 LEFT_OUT, SENT, SUMMED, KEPT, ADDED = range(5)
-"""What becomes of a leaf's gradient: nothing, it is sent, it is summed by the group for its root,
-it is kept as all that the chunk has, or it is added to that."""
+"""What becomes of a leaf's gradient: nothing, it is sent, the group sums it and its root sends
+that, it is kept as all that the chunk has, or it is added to that."""
 
 
 class BackwardRequest(NamedTuple):
@@ -212,6 +212,7 @@ class Failure(NamedTuple):
     text: str  # its traceback
     error_prefix: str | None  # the place that upstream's words name
     exception: bytes | None  # the exception, pickled, if it is raised as it is
+    exit: bool  # the module asked the process to end
     loading: bool = False  # the arguments could not be loaded
 
 

@@ -220,8 +220,13 @@ def test_A6_a_single_replica_of_several_devices_is_wrapped_and_a_single_device_i
     assert type(error) is ValueError and error.args == ("a", 2)
 
 
+def stop() -> BaseException:
+    """An exception of a class that cannot be pickled."""
+    return type("Stop", (BaseException,), {"held": threading.Lock()})()
+
+
 @pytest.mark.parametrize(
-    "make", [SystemExit, lambda: SystemExit(3), KeyboardInterrupt, GeneratorExit]
+    "make", [SystemExit, lambda: SystemExit(3), KeyboardInterrupt, GeneratorExit, stop]
 )
 def test_A7_a_module_that_ends_its_process_gets_a_named_error(
     make: Callable[[], BaseException],

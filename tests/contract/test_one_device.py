@@ -42,8 +42,7 @@ def test_F5_in_place_is_the_module_s_own_call() -> None:
     optimizer = wrapper.optimizer(torch.optim.SGD, lr=0.1)
     assert type(optimizer) is torch.optim.SGD
     assert optimizer.param_groups[0]["params"] == [*net.parameters()]
-    with wrapper.no_sync():
-        wrapper(torch.ones(2, 3)).sum().backward()
+    wrapper.no_sync()(lambda: wrapper(torch.ones(2, 3)).sum().backward())()
     assert net.weight.grad is not None
 
 
