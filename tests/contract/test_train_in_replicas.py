@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, spectral_norm
 from torch.testing._internal.two_tensor import TwoTensor
 
-from raydp_parallel import DataParallel, Executor, convert_sync_batchnorm
+from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.start import Starter
 from raydp_parallel.errors import GraphLost, StateLost
@@ -652,6 +652,22 @@ def test_T2_a_loader_that_uses_its_memory_again(killable: Executor) -> None:
                 optimizer.step()
 
     compare(killable, program)
+
+
+def test_T1_unused_parameters_have_no_gradient_if_that_is_asked(two: Executor) -> None:
+    """Those that are used have theirs, which stay in the replicas."""
+    net = nn.ModuleDict({"used": nn.Linear(3, 2), "other": nn.Linear(3, 2)})
+    plain, x = copy.deepcopy(net), torch.randn(4, 3)
+    model = DataParallel(net, executor=two, options=Options(unused_grads="none"))
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    ordinary = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(2):
+        model.run(lambda net, x: net["used"](x), x).square().sum().backward()
+        plain["used"](x).square().sum().backward()
+        assert net["used"].weight.grad is not None and net["other"].weight.grad is None
+        optimizer.step()
+        ordinary.step()
+    torch.testing.assert_close(net.state_dict(), plain.state_dict())
 
 
 def test_T2_all_replicas_die(killable: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
